@@ -1,0 +1,57 @@
+"""halfsilver: private training with public data as the mirror.
+
+>>> import halfsilver as hs
+>>> plan = hs.PrivacyPlan(steps=100, sampling_rate=0.01, expected_batch_size=64, noise_multiplier=1.0)
+>>> 0 < plan.epsilon(delta=1e-5) < 2
+True
+"""
+
+from halfsilver.errors import BudgetExceeded, HalfsilverError, LedgerCorrupt, UnsupportedLayer
+from halfsilver.mirror import (
+    Bregman,
+    DualAveraging,
+    Euclidean,
+    FirstOrder,
+    GradientBall,
+    Intersection,
+    L2Ball,
+    PublicLoss,
+    Quadratic,
+    chain,
+    clip_released,
+    constant,
+    cosine,
+)
+from halfsilver.privacy.data import PrivateData
+from halfsilver.privacy.gradients import Speed
+from halfsilver.privacy.ledger import Budget, Ledger
+from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.trainer import RunResult, StepReport, Trainer
+
+__all__ = [
+    "Bregman",
+    "Budget",
+    "BudgetExceeded",
+    "DualAveraging",
+    "Euclidean",
+    "FirstOrder",
+    "GradientBall",
+    "HalfsilverError",
+    "Intersection",
+    "L2Ball",
+    "Ledger",
+    "LedgerCorrupt",
+    "PrivacyPlan",
+    "PrivateData",
+    "PublicLoss",
+    "Quadratic",
+    "RunResult",
+    "Speed",
+    "StepReport",
+    "Trainer",
+    "UnsupportedLayer",
+    "chain",
+    "clip_released",
+    "constant",
+    "cosine",
+]

@@ -1,0 +1,79 @@
+"""Linear algebra on lists of tensors, the shape in which gradients travel.
+
+Nothing here flattens or copies the whole list into one vector, so the functions also serve parameters
+that are sharded or lie on several devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Tensors = list[Tensor]
+Batch = Any  # a tensor, or a tuple, list or dict of tensors, with the example on dimension 0
+LossFn = Callable[[Any, Batch], Tensor]  # (model, batch) -> one loss per example
+
+
+def trainable(model: torch.nn.Module) -> Tensors:
+    """The parameters that training changes, in the order that every gradient list follows."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Inner product of two lists, accumulated in float64."""
+    return float(sum((torch.sum(x.double() * y.double()).item() for x, y in zip(a, b, strict=True)), 0.0))
+
+
+def norm(a: Sequence[Tensor]) -> float:
+    """Euclidean norm of the whole list."""
+    return math.sqrt(dot(a, a))
+
+
+def scale(a: Sequence[Tensor], factor: float) -> Tensors:
+    return [x * factor for x in a]
+
+
+def axpy(factor: float, x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensors:
+    """factor * x + y."""
+    return [torch.add(v, u, alpha=factor) for u, v in zip(x, y, strict=True)]
+
+
+def lerp(weight: float, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensors:
+    """weight * a + (1 - weight) * b."""
+    return [weight * x + (1.0 - weight) * y for x, y in zip(a, b, strict=True)]
+
+
+def flatten(a: Sequence[Tensor]) -> Tensor:
+    """One vector; for the dense maps, which need it."""
+    return torch.cat([x.reshape(-1) for x in a]) if a else torch.zeros(0)
+
+
+def unflatten(vector: Tensor, like: Sequence[Tensor]) -> Tensors:
+    """Inverse of `flatten`, in the shapes, dtypes and devices of `like`."""
+    parts = torch.split(vector, [x.numel() for x in like])
+    return [v.reshape(x.shape).to(device=x.device, dtype=x.dtype) for v, x in zip(parts, like, strict=True)]
+
+
+def map_batch(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """Apply `function` to every tensor of a batch, whatever its nesting."""
+    return pytree.tree_map(function, batch)
+
+
+def take_rows(batch: Batch, rows: int | slice | Tensor) -> Batch:
+    """The examples at `rows` of a batch; for a single number, one record without the batch dimension."""
+    return map_batch(lambda t: t[rows], batch)
+
+
+def batch_leaves(batch: Batch) -> Tensors:
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def batch_rows(batch: Batch) -> int:
+    """Number of examples in a batch."""
+    leaves = batch_leaves(batch)
+    return leaves[0].shape[0] if leaves else 0

@@ -1,0 +1,125 @@
+"""The command line: privacy figures without writing code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from halfsilver.errors import HalfsilverError, MissingExtra
+from halfsilver.privacy.plan import PrivacyPlan
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as error:  # pragma: no cover - depends on the installation
+    raise MissingExtra("typer", "cli") from error
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Private training with public data as the mirror.",
+)
+
+SamplingRate = Annotated[float, typer.Option(help="Probability that an example is in a step's batch; 1: all of them.")]
+Steps = Annotated[int, typer.Option(help="Number of private steps.")]
+Delta = Annotated[float, typer.Option(help="Delta of the guarantee.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def epsilon(
+    noise_multiplier: Annotated[float, typer.Option(help="Noise standard deviation over clip norm.")],
+    sampling_rate: SamplingRate,
+    steps: Steps,
+    delta: Delta,
+    as_json: Json = False,
+) -> None:
+    """Epsilon of a run, by PLD (tight, the one to spend by) and by RDP (what older papers print)."""
+    plan = PrivacyPlan(
+        steps=steps, sampling_rate=sampling_rate, expected_batch_size=1.0, noise_multiplier=noise_multiplier
+    )
+    figures = {"pld": plan.epsilon(delta), "rdp": plan.epsilon(delta, "rdp")}
+    out = {"epsilon": figures, "delta": delta, **_asked(plan)}
+    _show(
+        out,
+        as_json,
+        "Epsilon",
+        {"epsilon (PLD)": figures["pld"], "epsilon (RDP)": figures["rdp"], "delta": delta},
+    )
+
+
+@app.command()
+def calibrate(
+    epsilon: Annotated[float, typer.Option(help="The most epsilon to spend.")],
+    delta: Delta,
+    sampling_rate: SamplingRate,
+    steps: Steps,
+    spare_steps: Annotated[int, typer.Option(help="Further steps to keep in hand for repeats after a crash.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """The least noise that keeps a run within epsilon."""
+    plan = PrivacyPlan.calibrate(
+        epsilon=epsilon,
+        delta=delta,
+        steps=steps,
+        sampling_rate=sampling_rate,
+        expected_batch_size=1.0,
+        spare_steps=spare_steps,
+    )
+    reached = plan.epsilon(delta)
+    out = {"epsilon": {"pld": reached, "rdp": plan.epsilon(delta, "rdp")}, "delta": delta, **_asked(plan)}
+    rows = {"noise multiplier": plan.noise_multiplier, "epsilon (PLD)": reached, "delta": delta}
+    _show(out, as_json, "Calibrated plan", rows)
+
+
+@app.command()
+def verify(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    ledger: Annotated[Path | None, typer.Option(help="The data set's ledger, if it has moved.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Recompute a run's epsilon from its ledger, and check chain, checkpoint and statement."""
+    from halfsilver.verify import verify as check
+
+    report = check(run, ledger)
+    statement = report["statement"]
+    rows = {
+        "run": report["run_id"],
+        "steps counted": statement["spent_so_far"]["steps"],
+        "finished": report["finished"],
+        "epsilon, planned (PLD)": statement["epsilon_planned"]["pld"],
+        "epsilon, all runs on this data": statement["all_runs_on_this_data"]["epsilon"],
+        "delta": statement["delta"],
+        "unit": statement["unit"],
+        "not private because": "; ".join(statement["not_private_because"]) or "-",
+    }
+    _show(report, as_json, "Verified: chain, checkpoint and statement agree", rows)
+
+
+def _asked(plan: PrivacyPlan) -> dict[str, Any]:
+    names = ("noise_multiplier", "sampling_rate", "steps", "spare_steps")
+    return {name: getattr(plan, name) for name in names}
+
+
+def _show(out: Mapping[str, Any], as_json: bool, title: str, rows: Mapping[str, Any]) -> None:
+    if as_json:
+        typer.echo(json.dumps(out))
+        return
+    table = Table(title=title, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
+def main() -> None:
+    """Entry point: a mistake is one line on stderr and exit code 2; a traceback is a bug."""
+    try:
+        app()
+    except HalfsilverError as error:
+        typer.echo(f"halfsilver: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,45 @@
+"""Mirror maps and the public loss: everything to the right of the noise."""
+
+from halfsilver.mirror.bregman import Bregman, DualAveraging
+from halfsilver.mirror.maps import (
+    Chain,
+    ClipReleased,
+    Euclidean,
+    FirstOrder,
+    MirrorMap,
+    State,
+    chain,
+    clip_released,
+)
+from halfsilver.mirror.pretrain import PretrainResult, pretrain
+from halfsilver.mirror.public import PublicLoss
+from halfsilver.mirror.quadratic import Quadratic
+from halfsilver.mirror.schedules import Clock, Constant, Cosine, Schedule, constant, cosine
+from halfsilver.mirror.sets import ConstraintSet, GradientBall, Intersection, L2Ball
+
+__all__ = [
+    "Bregman",
+    "Chain",
+    "ClipReleased",
+    "Clock",
+    "Constant",
+    "ConstraintSet",
+    "Cosine",
+    "DualAveraging",
+    "Euclidean",
+    "FirstOrder",
+    "GradientBall",
+    "Intersection",
+    "L2Ball",
+    "MirrorMap",
+    "PretrainResult",
+    "PublicLoss",
+    "Quadratic",
+    "Schedule",
+    "State",
+    "chain",
+    "clip_released",
+    "constant",
+    "cosine",
+    "pretrain",
+]

@@ -1,0 +1,130 @@
+"""Pretraining: theta_0 = argmin Psi, by early stopping on a held-out part of the public data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfsilver._tensors import Batch, LossFn, batch_rows, trainable
+from halfsilver.errors import require
+from halfsilver.mirror.rows import PublicRows, derive_seed, own_randomness
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainResult:
+    """How pretraining went; the losses are those of `best_epoch`, whose weights the model now has.
+
+    `history` holds (train_loss, holdout_loss) before training and after each epoch, so that
+    `history[best_epoch]` is the best; best_epoch 0 means that training never helped.
+    """
+
+    epochs: int
+    best_epoch: int
+    train_loss: float
+    holdout_loss: float
+    history: tuple[tuple[float, float], ...]
+
+
+def pretrain(
+    model: nn.Module,
+    loss_fn: LossFn,
+    dataset: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    epochs: int = 200,
+    patience: int = 10,
+    holdout: float = 0.1,
+    batch_size: int = 64,
+    seed: int = 0,
+    transform: Callable[[Batch], Batch] | None = None,
+) -> PretrainResult:
+    """Train on public data until the held-out loss has not improved for `patience` epochs.
+
+    Leaves the best weights in the model, its training flags as they were, and no gradients. The order of
+    the rows, dropout and `transform` (which augments training batches only) depend on `seed` alone, and no
+    global random generator is advanced. The default optimizer is Adam with learning rate 1e-3.
+    """
+    rows = PublicRows(dataset)
+    held_out = round(holdout * len(rows))
+    require(0 < held_out < len(rows), "holdout", holdout, f"to leave rows on both sides of {len(rows)}")
+    for name, count in {"epochs": epochs, "patience": patience, "batch_size": batch_size}.items():
+        require(count >= 1, name, count, "at least 1")
+    device = trainable(model)[0].device
+    part = _Part(model=model, loss_fn=loss_fn, rows=rows, batch_size=batch_size, device=device)
+    optimizer = optimizer or torch.optim.Adam(trainable(model), lr=1e-3)
+    with own_randomness(derive_seed(seed, "pretrain"), [device]), _flags_kept(model):
+        order = torch.randperm(len(rows))
+        train, test = order[held_out:], order[:held_out]
+        return _until_no_better(part, optimizer, train, test, epochs, patience, transform or (lambda batch: batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A model with the rows it is trained and tested on."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    rows: PublicRows
+    batch_size: int
+    device: torch.device
+
+    def batches(self, index: Tensor) -> Iterator[Batch]:
+        # Pieces of equal size: a last batch of one row would break batch normalisation.
+        for piece in index.tensor_split(-(-len(index) // self.batch_size)):
+            yield self.rows.batch(piece, self.device)
+
+    def train_epoch(
+        self, index: Tensor, optimizer: torch.optim.Optimizer, transform: Callable[[Batch], Batch]
+    ) -> float:
+        self.model.train()
+        total = 0.0
+        for batch in self.batches(index[torch.randperm(len(index))]):
+            optimizer.zero_grad(set_to_none=True)
+            loss = self.loss_fn(self.model, transform(batch)).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            total += float(loss.detach()) * batch_rows(batch)
+        optimizer.zero_grad(set_to_none=True)
+        return total / len(index)
+
+    @torch.no_grad()
+    def mean_loss(self, index: Tensor) -> float:
+        self.model.eval()
+        return sum(float(self.loss_fn(self.model, batch).sum()) for batch in self.batches(index)) / len(index)
+
+
+def _until_no_better(
+    part: _Part,
+    optimizer: torch.optim.Optimizer,
+    train: Tensor,
+    test: Tensor,
+    epochs: int,
+    patience: int,
+    transform: Callable[[Batch], Batch],
+) -> PretrainResult:
+    history = [(part.mean_loss(train), part.mean_loss(test))]
+    best, best_weights = 0, copy.deepcopy(part.model.state_dict())
+    while len(history) <= epochs and len(history) - 1 - best < patience:
+        history.append((part.train_epoch(train, optimizer, transform), part.mean_loss(test)))
+        if history[-1][1] < history[best][1]:  # a NaN is never better
+            best, best_weights = len(history) - 1, copy.deepcopy(part.model.state_dict())
+    part.model.load_state_dict(best_weights)
+    train_loss, holdout_loss = history[best]
+    return PretrainResult(epochs=len(history) - 1, best_epoch=best, train_loss=train_loss,
+                          holdout_loss=holdout_loss, history=tuple(history))  # fmt: skip
+
+
+@contextmanager
+def _flags_kept(model: nn.Module) -> Iterator[None]:
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

@@ -1,0 +1,107 @@
+"""Quadratic: the exact mirror map of a least-squares public loss, H^-1 times the released gradient."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from halfsilver._tensors import Tensors, flatten, scale, unflatten
+from halfsilver.errors import ConfigError, ConvergenceError, require
+from halfsilver.mirror.maps import State, need_public
+from halfsilver.mirror.psi import is_quadratic, require_invertible
+from halfsilver.mirror.public import PublicLoss
+from halfsilver.mirror.schedules import Clock
+from halfsilver.mirror.solvers import (
+    Operator,
+    conjugate_gradients,
+    doubles,
+    extreme_eigenvalues,
+    plus_ridge,
+)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Quadratic:
+    """lambda_min(A) * A^-1 * released, with A = H + damping * I and H the Hessian of the public loss.
+
+    The scale makes the largest eigenvalue of the applied inverse 1, so that a learning rate means the same
+    as for `Euclidean`, and H = I gives `Euclidean` bit for bit. Up to `dense_limit` parameters A is
+    factorised once; above, each step runs conjugate gradients on Hessian-vector products.
+
+    Without `hessian` the public loss must be quadratic, which `init` checks. A Hessian that is given, say
+    of a logistic loss at its minimum, is used as a fixed metric.
+    """
+
+    hessian: Tensor | None = field(default=None, repr=False)
+    _: KW_ONLY
+    damping: float = 0.0
+    dense_limit: int = 8192
+    max_iterations: int = 2_000
+    persistent: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        require(self.damping >= 0, "damping", self.damping, "at least 0")
+
+    def init(self, *, params: Tensors, public: PublicLoss | None) -> State:
+        size = sum(p.numel() for p in params)
+        if self.hessian is not None:
+            shape = tuple(self.hessian.shape)
+            require(shape == (size, size), "hessian.shape", shape, f"to be {(size, size)}")
+        elif not is_quadratic(need_public(public, self), params):
+            raise ConfigError(
+                "Quadratic() needs a quadratic public loss. Use Bregman, or give a fixed matrix as hessian."
+            )
+        return self._factor(params, public) if size <= self.dense_limit else self._scale(params, public)
+
+    def direction(
+        self,
+        released: Tensors,
+        state: State,
+        *,
+        params: Tensors,
+        public: PublicLoss | None,
+        clock: Clock,
+        lr: float,
+    ) -> tuple[Tensors, State]:
+        if "factor" in state:
+            solution = torch.cholesky_solve(flatten(doubles(released))[:, None], state["factor"])
+            return unflatten(solution[:, 0], params), state
+        solved = self._solve(self._operator(params, public), doubles(released))
+        scaled = scale(solved, float(state["scale"]))
+        return [x.to(p.dtype) for x, p in zip(scaled, params, strict=True)], state
+
+    def _factor(self, params: Tensors, public: PublicLoss | None) -> State:
+        hessian = self.hessian if self.hessian is not None else need_public(public, self).hessian(params)
+        matrix = hessian.detach().to(params[0].device, torch.float64)
+        matrix = matrix + self.damping * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        values = torch.linalg.eigvalsh(matrix)
+        require_invertible(float(values[0]), float(values[-1]), len(values), self.damping)
+        return {"factor": torch.linalg.cholesky(matrix / values[0])}
+
+    def _scale(self, params: Tensors, public: PublicLoss | None) -> State:
+        operator = self._operator(params, public)
+        low, high = extreme_eigenvalues(operator, doubles(params), max_iterations=self.max_iterations)
+        require_invertible(low, high, sum(p.numel() for p in params), self.damping)
+        return {"scale": torch.tensor(low, dtype=torch.float64, device=params[0].device)}
+
+    def _operator(self, params: Tensors, public: PublicLoss | None) -> Operator:
+        """Multiplication by A, without the matrix unless the user gave it."""
+        point, hessian = doubles(params), self.hessian
+        if hessian is None:
+            loss = need_public(public, self)
+            return plus_ridge(lambda v: loss.hvp(v, point), self.damping)
+        matrix = hessian.detach().to(point[0])
+        return plus_ridge(lambda v: unflatten(matrix @ flatten(v), v), self.damping)
+
+    def _solve(self, operator: Operator, rhs: Tensors) -> Tensors:
+        solution, residual = conjugate_gradients(operator, rhs, tolerance=1e-12, max_iterations=self.max_iterations)
+        if residual > 1e-6:
+            raise ConvergenceError(
+                f"Conjugate gradients stopped at a relative residual of {residual:.1e}: "
+                f"raise damping={self.damping} or max_iterations={self.max_iterations}."
+            )
+        return solution

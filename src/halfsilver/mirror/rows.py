@@ -1,0 +1,109 @@
+"""Public rows by index, and randomness that is private to the public branch."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import TensorDataset, default_collate
+
+from halfsilver._tensors import Batch, batch_rows, map_batch
+from halfsilver.errors import ConfigError, require
+
+
+class PublicRows:
+    """A public data set seen as a table from which batches are taken by index tensor or slice.
+
+    Takes a tensor, a tuple or dict of tensors, or any data set with `__len__` and `__getitem__`. Tensors
+    are indexed directly; other data sets are read row by row and collated.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        data = dataset.tensors if isinstance(dataset, TensorDataset) else dataset
+        self._tensors = data if isinstance(data, Tensor | tuple | dict) else None
+        self._dataset = data
+        if self._tensors is not None:
+            self._length = _common_rows(self._tensors)
+        elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+            self._length = len(data)
+        else:
+            raise ConfigError(
+                f"Expected a public data set with __len__ and __getitem__, or tensors, got "
+                f"{type(data).__name__}. For a DataLoader give its .dataset and set batch_size."
+            )
+        require(self._length > 0, "public rows", self._length, "at least 1")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batch(self, index: slice | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+        """The rows at `index` on `device`, floating ones as `dtype` if given."""
+
+        def moved(leaf: Any) -> Any:
+            return floating(leaf.to(device), dtype) if isinstance(leaf, Tensor) else leaf
+
+        return map_batch(moved, self._take(index))
+
+    def _take(self, index: slice | Tensor) -> Batch:
+        if self._tensors is not None:
+            return map_batch(lambda t: t[index.to(t.device) if isinstance(index, Tensor) else index], self._tensors)
+        numbers = index.tolist() if isinstance(index, Tensor) else range(self._length)[index]
+        return default_collate([self._dataset[i] for i in numbers])
+
+
+def floating(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`tensor` as `dtype` if it holds floating-point numbers and a dtype is asked for."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _common_rows(tensors: Batch) -> int:
+    leaves = pytree.tree_leaves(tensors)
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
+        raise ConfigError("Expected a public data set of tensors with one row per example on dimension 0.")
+    lengths = sorted({leaf.shape[0] for leaf in leaves})
+    require(len(lengths) == 1, "rows of the public tensors", lengths, "to be equal")
+    return batch_rows(tensors)
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed that depends on `parts` alone.
+
+    >>> derive_seed(0, 1) == derive_seed(0, 1) != derive_seed(0, 2)
+    True
+    """
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+@contextmanager
+def own_randomness(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Run the body on generators seeded by `seed`, and put every global generator back afterwards.
+
+    What the private pass did to the generators can therefore not reach the public branch, nor the other
+    way round. Python's and NumPy's generators are included: transforms of images often use them.
+    """
+    cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            _seed_all(seed, cuda)
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def _seed_all(seed: int, cuda: Sequence[int]) -> None:
+    # torch.manual_seed would also seed devices that fork_rng does not restore.
+    torch.default_generator.manual_seed(seed)
+    for index in cuda:
+        with torch.cuda.device(index):
+            torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002

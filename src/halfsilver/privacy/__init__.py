@@ -1,0 +1,1 @@
+"""The only code that sees private data. An auditor reads this folder."""

@@ -1,0 +1,228 @@
+"""`PrivateData`: the handle under which private examples travel outside this folder.
+
+The handle has no length, no index and no iteration, and prints nothing. Only `halfsilver.privacy` opens it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from halfsilver._tensors import Batch, batch_rows, map_batch
+from halfsilver.errors import PrivateDataError
+
+Indices = Tensor | slice
+
+
+@final
+class PrivateData:
+    """An opaque handle on private records.
+
+    `records` is a map-style data set (``__len__`` and ``__getitem__``), or tensors with the example on dimension 0.
+    `users` names the person behind each record, for plans with ``unit="user"``. `example` is one made-up record that
+    shows the shapes and dtypes; it is needed where neither tensors nor a public data set show them.
+
+    A record that cannot be read, or that does not have the shape of the example, contributes nothing, as a NaN record
+    does: an error about it would tell that it is there. Use `inspect_not_private` to find such records.
+    """
+
+    __slots__ = ("__example", "__records", "__users")
+
+    def __init__(
+        self,
+        records: Any,
+        *,
+        users: Sequence[Any] | Tensor | np.ndarray[Any, Any] | None = None,
+        example: Any = None,
+    ) -> None:
+        if isinstance(records, PrivateData):
+            raise PrivateDataError("This is a PrivateData handle already; pass it on as it is.")
+        self.__records = _as_records(records)
+        self.__users = None if users is None else _Users.from_keys(users)
+        self.__example = example
+
+    def __repr__(self) -> str:
+        return "PrivateData(<opaque>)"
+
+    def __reduce__(self) -> NoReturn:
+        raise PrivateDataError("Private data cannot be pickled; open it where it lies.")
+
+    def _open(self) -> tuple[Records, _Users | None]:
+        return self.__records, self.__users
+
+    def _schema(self, public_example: Any = None) -> Schema:
+        """Shapes and dtypes from what is public: no private record may set them for all others."""
+        if self.__example is not None:
+            return Schema.of_record(self.__example)
+        of_tensors = self.__records.schema()
+        if of_tensors is not None:
+            return of_tensors
+        if public_example is not None:
+            return Schema.of_record(public_example)
+        raise PrivateDataError(
+            "The shapes of a private record are not known without reading one. Give a made-up record: "
+            "PrivateData(dataset, example=(torch.zeros(1, 28, 28), torch.tensor(0)))."
+        )
+
+    def inspect_not_private(self, example: Any, limit: int = 1000) -> dict[str, Any]:
+        """For the custodian: how many of the first `limit` records are unusable, and why. Outside the guarantee."""
+        schema = Schema.of_record(example)
+        reasons: dict[str, int] = {}
+        size = min(limit, self.__records.size())
+        for i in range(size):
+            problem = self.__records.problem(i, schema)
+            if problem:
+                reasons[problem] = reasons.get(problem, 0) + 1
+        return {"not_private": True, "looked_at": size, "unusable": reasons}
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Structure, shapes and dtypes of one record: all that is assumed to be public about it."""
+
+    leaves: tuple[tuple[torch.Size, torch.dtype], ...]
+    structure: Any
+
+    @classmethod
+    def of_record(cls, record: Any) -> Schema:
+        leaves, structure = pytree.tree_flatten(record)
+        tensors = [torch.as_tensor(x) for x in leaves]
+        return cls(tuple((t.shape, t.dtype) for t in tensors), structure)
+
+    @classmethod
+    def of_batch(cls, batch: Batch) -> Schema:
+        return cls.of_record(map_batch(lambda t: t[0] if len(t) else t.new_zeros(t.shape[1:]), batch))
+
+    def conform(self, record: Any) -> list[Tensor]:
+        """The record's tensors in the schema's dtypes; ValueError where structure or shape differ."""
+        leaves, structure = pytree.tree_flatten(record)
+        if structure != self.structure:
+            raise ValueError("structure")
+        tensors = [torch.as_tensor(x).to(d) for x, (_, d) in zip(leaves, self.leaves, strict=True)]
+        if any(t.shape != shape for t, (shape, _) in zip(tensors, self.leaves, strict=True)):
+            raise ValueError("shape")
+        return tensors
+
+    def stack(self, records: Sequence[list[Tensor]]) -> Batch:
+        columns = [
+            torch.stack([r[k] for r in records]) if records else torch.empty((0, *shape), dtype=dtype)
+            for k, (shape, dtype) in enumerate(self.leaves)
+        ]
+        return pytree.tree_unflatten(columns, self.structure)
+
+    def synthetic(self, rows: int, seed: int = 0) -> Batch:
+        """A made-up batch: normal floats, integers 0 or 1 (valid as class, token or mask)."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def column(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            if dtype.is_floating_point:
+                return torch.randn((rows, *shape), generator=generator).to(dtype)
+            return torch.randint(0, 2, (rows, *shape), generator=generator).to(dtype)
+
+        return pytree.tree_unflatten([column(s, d) for s, d in self.leaves], self.structure)
+
+
+class Records(Protocol):
+    """Private rows inside the boundary."""
+
+    def size(self) -> int: ...
+    def schema(self) -> Schema | None: ...
+    def fetch(self, indices: Indices, schema: Schema) -> Batch: ...
+    def problem(self, index: int, schema: Schema) -> str: ...
+
+
+@dataclass(frozen=True)
+class _TensorRecords:
+    batch: Batch
+
+    def size(self) -> int:
+        return batch_rows(self.batch)
+
+    def schema(self) -> Schema | None:
+        """From the tensors' own metadata: no row is read, and no row could change it."""
+        return Schema.of_batch(map_batch(lambda t: t[:0], self.batch))
+
+    def fetch(self, indices: Indices, schema: Schema) -> Batch:
+        return map_batch(lambda t: t[indices], self.batch)
+
+    def problem(self, index: int, schema: Schema) -> str:
+        return "" if self.schema() == schema else "shape"
+
+
+@dataclass(frozen=True)
+class _DatasetRecords:
+    dataset: Any
+
+    def size(self) -> int:
+        return len(self.dataset)
+
+    def schema(self) -> Schema | None:
+        return None
+
+    def fetch(self, indices: Indices, schema: Schema) -> Batch:
+        wanted = range(indices.start, indices.stop) if isinstance(indices, slice) else indices.tolist()
+        return schema.stack([r for i in wanted if (r := self._read(i, schema)) is not None])
+
+    def _read(self, index: int, schema: Schema) -> list[Tensor] | None:
+        try:
+            return schema.conform(self.dataset[index])
+        except Exception:  # whatever a record raises depends on private values: the record is left out, silently
+            return None
+
+    def problem(self, index: int, schema: Schema) -> str:
+        try:
+            schema.conform(self.dataset[index])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+@dataclass(frozen=True)
+class _Users:
+    """Rows of each user, as one sorted index with offsets."""
+
+    order: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def from_keys(cls, keys: Sequence[Any] | Tensor | np.ndarray[Any, Any]) -> _Users:
+        _, inverse = np.unique(np.asarray(keys), return_inverse=True)
+        counts = np.bincount(inverse)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        return cls(torch.from_numpy(np.argsort(inverse, kind="stable")), torch.from_numpy(offsets))
+
+    def size(self) -> int:
+        return len(self.offsets) - 1
+
+    def rows(self, user: int, chunk: int) -> Iterator[Tensor]:
+        start, stop = int(self.offsets[user]), int(self.offsets[user + 1])
+        return (self.order[i : min(i + chunk, stop)] for i in range(start, stop, chunk))
+
+
+def _as_records(records: Any) -> Records:
+    if isinstance(records, DataLoader):
+        raise PrivateDataError(
+            "Private data was given as a DataLoader, whose batches are not the Poisson samples that the accountant "
+            "assumes. Pass its data set (loader.dataset); halfsilver draws the batches itself."
+        )
+    if isinstance(records, IterableDataset):
+        raise PrivateDataError(
+            "Poisson sampling needs rows by index; an IterableDataset has none. Pass a map-style set."
+        )
+    if isinstance(records, TensorDataset):
+        return _TensorRecords(records.tensors)
+    leaves = pytree.tree_leaves(records)
+    if leaves and all(isinstance(leaf, Tensor) for leaf in leaves):
+        if len({len(leaf) for leaf in leaves}) != 1:
+            raise PrivateDataError("The tensors of a private data set must have the same number of rows.")
+        return _TensorRecords(records)
+    if not (hasattr(records, "__getitem__") and hasattr(records, "__len__")):
+        raise PrivateDataError(f"Expected private data with __len__ and __getitem__, or tensors; got {type(records)}.")
+    return _DatasetRecords(records)

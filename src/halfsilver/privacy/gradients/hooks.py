@@ -1,0 +1,89 @@
+"""Per-example gradients by Opacus's hooks, clipped and summed by us."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from halfsilver._tensors import Batch, LossFn, Tensors, trainable
+from halfsilver.errors import MissingExtra
+from halfsilver.privacy.gradients.base import ClippedSum, clip_and_sum
+
+
+@final
+class OpacusHooks:
+    """Opacus materialises the gradients; norms, clipping and summing are ours, so NaN rows and margins are handled."""
+
+    name = "hooks"
+
+    def __init__(self, model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> None:
+        self._model, self._loss_fn = model, loss_fn
+
+    def clipped_sum(self, batch: Batch, max_grad_norm: float) -> ClippedSum:
+        return clip_and_sum(self.per_example(batch), max_grad_norm)
+
+    def per_example(self, batch: Batch) -> Tensors:
+        with attached(self._model, "GradSampleHooks"), torch.enable_grad():
+            losses = self._loss_fn(self._model, batch)
+            torch.autograd.backward(losses.sum(), inputs=trainable(self._model))
+            return [_take(p, len(losses)) for p in trainable(self._model)]
+
+
+@contextmanager
+def attached(model: torch.nn.Module, kind: str, **options: Any) -> Iterator[Any]:
+    """Opacus's hooks on `model`, for this block only: the public pass over the same model must run without them.
+
+    `.grad` and Opacus's own attributes are cleared on the way out, also after an error, so that no private gradient is
+    left on the model.
+    """
+    try:
+        from opacus.grad_sample import grad_sample_module, grad_sample_module_fast_gradient_clipping
+    except ImportError as error:
+        raise MissingExtra("opacus", "opacus") from error
+    cls = getattr(grad_sample_module_fast_gradient_clipping, kind, None) or getattr(grad_sample_module, kind)
+    hooks = cls(model, loss_reduction="sum", strict=False, **options)
+    try:
+        with quiet():
+            yield hooks
+    finally:
+        hooks.remove_hooks()
+        _clean(model)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's remark that the first layer's input needs no gradient: that is so in every training run.
+
+    Its remark on a missing batching rule becomes an error, which the check on made-up examples meets first.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
+        warnings.filterwarnings("error", message="There is a performance drop", category=UserWarning)
+        yield
+
+
+def _clean(model: torch.nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+        for name in ("grad_sample", "_current_grad_sample", "_norm_sample", "_forward_counter"):
+            if hasattr(p, name):
+                delattr(p, name)
+    for module in model.modules():
+        for name in ("activations", "max_batch_len"):
+            if hasattr(module, name):
+                delattr(module, name)
+
+
+def _take(p: Any, rows: int) -> Tensor:
+    """The gradients that Opacus left on a parameter; zero where the loss does not use it."""
+    found = getattr(p, "grad_sample", None)
+    if isinstance(found, list):  # used by several forward calls
+        found = torch.stack(found).sum(0)
+    if not isinstance(found, Tensor):
+        return torch.zeros((rows, *p.shape), dtype=p.dtype, device=p.device)
+    return found.detach()

@@ -1,0 +1,29 @@
+"""User-level privacy: a person's gradients are summed first and clipped as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from halfsilver._tensors import Batch, LossFn, trainable
+from halfsilver.privacy.gradients.base import ClippedSum, clip_and_sum
+
+
+def clipped_user_gradient(
+    model: torch.nn.Module, loss_fn: LossFn, batches: Iterable[Batch], max_grad_norm: float
+) -> ClippedSum:
+    """The clipped sum of the gradients of all records of one user, who has as much influence as one example has."""
+    params = trainable(model)
+    total = [torch.zeros_like(p, dtype=torch.float64) for p in params]
+    for batch in batches:
+        _accumulate(total, params, loss_fn(model, batch).sum())
+    return clip_and_sum([t[None] for t in total], max_grad_norm)
+
+
+def _accumulate(total: Sequence[Tensor], params: Sequence[Tensor], loss: Tensor) -> None:
+    grads = torch.autograd.grad(loss, params, allow_unused=True)
+    for t, g in zip(total, grads, strict=True):
+        if g is not None:
+            t.add_(g.double())

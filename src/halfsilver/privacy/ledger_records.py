@@ -1,0 +1,161 @@
+"""The ledger's records on disk: one canonical JSON line each, chained by SHA-256.
+
+This file knows what a record looks like on its own; `ledger_history` knows whether it fits those before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+SCHEMA_VERSION = 1
+ADJACENCY = "add-remove-one"
+GENESIS = "0" * 64  # what the first record names as its predecessor
+
+Record = dict[str, Any]
+
+
+class Head(NamedTuple):
+    """A place in a ledger: the number of a record, and its hash, which fixes all records before it."""
+
+    seq: int
+    hash: str
+
+
+def canonical(value: object) -> bytes:
+    """The one byte string that stands for a JSON value; NaN and infinity have none.
+
+    >>> canonical({"b": 1.0, "a": None})
+    b'{"a":null,"b":1.0}'
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def digest(record: Mapping[str, Any]) -> str:
+    """SHA-256 over all fields but the hash itself."""
+    return hashlib.sha256(canonical({k: v for k, v in record.items() if k != "hash"})).hexdigest()
+
+
+def encode(fields: Mapping[str, Any], *, seq: int, prev: str) -> bytes:
+    """The line of a new record. Its time only informs: nothing depends on a clock."""
+    record = {**fields, "seq": seq, "prev": prev, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    return line_of({**record, "hash": digest(record)})
+
+
+def line_of(record: Record) -> bytes:
+    return canonical(record) + b"\n"
+
+
+def decode(line: bytes) -> Record:
+    """The record in a complete line; `ValueError` says what is wrong with it.
+
+    Only the canonical bytes are accepted, so a changed space or a repeated key is refused like other damage.
+    """
+    try:
+        value: object = json.loads(line)
+        is_canonical = canonical(value) + b"\n" == line
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not a JSON record ({error})") from error
+    if not isinstance(value, dict) or not is_canonical:
+        raise ValueError("is not in the canonical form that a ledger writes")
+    record: Record = value
+    if record.get("hash") != digest(record):
+        raise ValueError("does not match its own hash")
+    _check_type(record)
+    check_fields(record, (*_COMMON, *_FIELDS[record["type"]]))
+    return record
+
+
+def check_fields(record: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Refuse (by `ValueError`) anything but exactly these fields, each with a possible value."""
+    if set(record) != set(names):
+        raise ValueError(f"has the fields {sorted(record)} where {sorted(names)} are expected")
+    for name in names:
+        if not _POSSIBLE[name](record[name]):
+            raise ValueError(f"has an impossible {name}={record[name]!r}")
+
+
+def _check_type(record: Record) -> None:
+    kind, version = record.get("type"), record.get("schema_version", SCHEMA_VERSION)
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise ValueError(f"has the unknown type {kind!r}; expected one of {sorted(_FIELDS)}")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise ValueError(f"has schema_version={version!r}; this halfsilver reads version {SCHEMA_VERSION}")
+
+
+_COMMON = ("type", "seq", "prev", "hash", "time")
+_STEPS = ("run_id", "plan_hash", "noise_multiplier", "sampling_rate", "sampler", "count")
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "header": ("schema_version", "ledger_id", "adjacency", "unit", "budget"),
+    "run": ("run_id", "plan", "plan_hash", "block_max"),
+    "intent": _STEPS,
+    "torn": _STEPS,
+    "finish": ("run_id", "updates", "totals"),
+    "summary": ("finish", "runs"),
+}
+
+
+def is_whole(value: object, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
+def is_positive(value: object) -> bool:
+    return type(value) is float and math.isfinite(value) and value > 0
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _is_budget(value: object) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, dict)
+        and set(value) == {"epsilon", "delta"}
+        and all(is_positive(v) for v in value.values())
+        and value["delta"] < 1
+    )
+
+
+def _is_head(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and is_whole(value[0]) and _is_hash(value[1])
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+_POSSIBLE: dict[str, Callable[[Any], bool]] = {
+    "type": _is_text,
+    "seq": is_whole,
+    "prev": _is_hash,
+    "hash": _is_hash,
+    "time": _is_text,
+    "schema_version": is_whole,
+    "ledger_id": _is_text,
+    "adjacency": lambda value: value == ADJACENCY,
+    "unit": lambda value: value in ("example", "user"),
+    "budget": _is_budget,
+    "run_id": _is_text,
+    "plan": lambda value: isinstance(value, dict),
+    "plan_hash": _is_hash,
+    "block_max": lambda value: is_whole(value, 1),
+    "noise_multiplier": is_positive,
+    "sampling_rate": lambda value: is_positive(value) and value <= 1,
+    "sampler": lambda value: value in ("poisson", "full"),
+    "count": lambda value: is_whole(value, 1),
+    "updates": is_whole,
+    "totals": lambda value: isinstance(value, list),
+    "finish": lambda value: isinstance(value, dict),
+    "runs": lambda value: isinstance(value, list) and all(isinstance(run, dict) for run in value),
+    # of a run inside a summary
+    "spent": is_whole,
+    "last": lambda value: value is None or _is_head(value),
+    "closed": _is_head,
+}

@@ -1,0 +1,49 @@
+"""A progress bar with time left and epsilon spent, where there is a terminal to show it on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Update = Callable[[int], None]
+
+_EPSILON_EVERY = 5.0  # seconds; a PLD composition takes a third of one
+
+
+@contextmanager
+def progress_bar(total: int, done: int, spent: Callable[[int], float], shown: bool | None) -> Iterator[Update]:
+    """Yield a function that is told the number of updates made. `shown=None`: only on a terminal, and with rich."""
+    if shown is False or (shown is None and not sys.stderr.isatty()):
+        yield lambda updates: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield lambda updates: None
+        return
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("spent so far: epsilon {task.fields[epsilon]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("training", total=total, completed=done, epsilon="...")
+        yield _updater(lambda n, text: bar.update(task, completed=n, epsilon=text), total, spent)
+
+
+def _updater(show: Callable[[int, str], None], total: int, spent: Callable[[int], float]) -> Update:
+    last, text = time.monotonic() - _EPSILON_EVERY + 1, "..."
+
+    def update(updates: int) -> None:
+        nonlocal last, text
+        if time.monotonic() - last > _EPSILON_EVERY or updates == total:
+            last, text = time.monotonic(), f"{spent(updates):.3g}"
+        show(updates, text)
+
+    return update

@@ -1,0 +1,295 @@
+"""The training loop: Algorithm 1 of the paper, with any torch optimizer."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from halfsilver._tensors import LossFn, Tensors, map_batch, norm, trainable
+from halfsilver.averaging import Average, AverageKind, copy_to
+from halfsilver.errors import BudgetExceeded, ConfigError
+from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, PublicLoss, pretrain
+from halfsilver.privacy.accounting import epsilon_of
+from halfsilver.privacy.data import PrivateData
+from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
+from halfsilver.privacy.gradients import Speed
+from halfsilver.privacy.ledger import Ledger
+from halfsilver.privacy.mechanism import PrivateGradient
+from halfsilver.privacy.metrics import mean_not_private
+from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.progress import progress_bar
+from halfsilver.session import Session
+from halfsilver.state import Parts, TrainState, pack, unpack
+from halfsilver.statement import default_delta
+
+Stopped = Literal["finished", "budget"]
+
+_LOG_LINES = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a callback is told after each update: released values and public constants only."""
+
+    step: int
+    total_steps: int
+    lr: float
+    released_norm: float
+    metrics: Mapping[str, float]
+
+
+Callback = Callable[[StepReport], None]
+Tester = Callable[[int], dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended. The model that it was given holds the trained weights."""
+
+    plan: PrivacyPlan
+    run_dir: Path
+    updates: int
+    stopped: Stopped
+    statement: Mapping[str, Any]
+    history: Sequence[Mapping[str, Any]]
+
+    def epsilon(self, delta: float) -> float:
+        """Epsilon of all planned steps of this run alone: the number to publish."""
+        return self.plan.epsilon(delta)
+
+
+@dataclass(eq=False)
+class Trainer:
+    """Trains `model` on private data, with public data as the mirror.
+
+    Guarantee: what `fit` leaves in the model and in its run folder is (epsilon, delta)-DP with the figures of the run's
+    statement, whenever and however often the process was killed. `pretrain` and `mirror` see public data and released
+    gradients only.
+
+    `loss_fn(model, batch)` returns one loss per example, and so does each of `metrics`. `optimizer` is any torch
+    optimizer over the model's parameters; `scheduler` steps after each update. `average` is None, "uniform" or the
+    decay of an exponential average; if set, `fit` ends with the averaged weights in the model. `unsafe_seed` fixes
+    noise and sampling for a test, which ends the guarantee and is stamped into the statement.
+    """
+
+    model: torch.nn.Module
+    loss_fn: LossFn
+    _: KW_ONLY
+    optimizer: Optimizer
+    plan: PrivacyPlan
+    mirror: MirrorMap = field(default_factory=Euclidean)
+    public_loss_fn: LossFn | None = None
+    public_batch_size: int | None = None
+    scheduler: LRScheduler | None = None
+    average: AverageKind = None
+    metrics: Mapping[str, LossFn] = field(default_factory=dict)
+    callbacks: Sequence[Callback] = ()
+    speed: Speed = field(default_factory=Speed)
+    device: torch.device | str | None = None
+    metrics_not_private: bool = False
+    unsafe_seed: int | None = None
+    progress: bool | None = None
+    checkpoint_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.device is not None:
+            self.model.to(self.device)
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if held != {id(p) for p in trainable(self.model)}:
+            raise ConfigError(
+                "Expected the optimizer to hold exactly the trainable parameters of the model. Make it from "
+                "[p for p in model.parameters() if p.requires_grad], after freezing layers."
+            )
+        self._state = TrainState(step=0, mirror={}, average=Average(self.average))
+
+    def pretrain(self, public: Any, **options: Any) -> PretrainResult:
+        """theta_0 = argmin Psi on public data; options as in `halfsilver.mirror.pretrain`."""
+        return pretrain(self.model, self.public_loss_fn or self.loss_fn, public, **options)
+
+    def fit(
+        self,
+        private: Any,
+        public: Any = None,
+        *,
+        run_dir: str | Path,
+        ledger: Ledger | str | Path | None = None,
+        delta: float | None = None,
+        test: Any = None,
+        test_every: int | None = None,
+    ) -> RunResult:
+        """Run the plan on `private`, or go on with the run that lies in `run_dir`; a finished one is only loaded.
+
+        `private` is a data set, tensors or `PrivateData`; nothing outside `halfsilver.privacy` reads it. `ledger` is
+        the data set's own ledger where several runs share it (default: one in the run folder). `test` must be public
+        data unless ``metrics_not_private=True``; it is evaluated every `test_every` steps and at the end.
+        """
+        private = private if isinstance(private, PrivateData) else PrivateData(private)
+        psi = None if public is None else self._public_loss(public)
+        with Session.open(
+            run_dir, ledger, self.plan, config=self._config(), delta=delta, stamps=self._stamps()
+        ) as session:
+            saved = session.load()
+            source = self._source(session, private, psi)
+            self._begin(session, psi, saved)
+            stopped = self._loop(session, source, psi, self._tester(test, test_every))
+            return self._finish(session, source, stopped)
+
+    def _loop(self, session: Session, source: PrivateGradient, psi: PublicLoss | None, test: Tester) -> Stopped:
+        params, state = trainable(self.model), self._state
+        with self._bar() as show:
+            while state.step < self.plan.steps and not session.finished:
+                try:
+                    released = source.release()  # g_t + b_t. Everything below is post-processing.
+                except BudgetExceeded:
+                    if state.step == 0:
+                        raise
+                    return "budget"
+                lr = float(self.optimizer.param_groups[0]["lr"])
+                direction, state.mirror = self.mirror.direction(
+                    released, state.mirror, params=params, public=psi, clock=self._clock(), lr=lr
+                )
+                self._update(params, direction)  # theta_{t+1}
+                state.step += 1
+                self._report(session, lr, norm(released), test(state.step))
+                if source.between_blocks and time.monotonic() - session.saved_at > self.checkpoint_seconds:
+                    session.save(self.state_dict(), source.head)
+                show(state.step)
+        return "finished" if state.step == self.plan.steps else "budget"
+
+    def _update(self, params: Tensors, direction: Tensors) -> None:
+        for p, d in zip(params, direction, strict=True):
+            p.grad = d
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._state.average.update(params)
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Mean loss and metrics on `data`, in eval mode, with averaged weights if there are any.
+
+        `data` must be public. A `PrivateData` handle is refused unless ``metrics_not_private=True``.
+        """
+        metrics = {"loss": self.loss_fn, **self.metrics}
+        with _eval_mode(self.model), self._state.average.in_place_of(trainable(self.model)):
+            if not isinstance(data, PrivateData):
+                return {name: PublicLoss(self.model, fn, data).value() for name, fn in metrics.items()}
+            if not self.metrics_not_private:
+                raise ConfigError(
+                    "Metrics of private data are not private, so they are off. Evaluate on public data, or set "
+                    "metrics_not_private=True, which is stamped into the statement."
+                )
+            return {name: mean_not_private(data, fn, self.model) for name, fn in metrics.items()}
+
+    def state_dict(self) -> Parts:
+        """Tensors and JSON of everything that training changes."""
+        return pack(self._state, self.model, self.optimizer, self.scheduler, self.mirror)
+
+    def load_state_dict(self, parts: Parts) -> None:
+        unpack(*parts, self._state, self.model, self.optimizer, self.scheduler)
+
+    def _public_loss(self, public: Any) -> PublicLoss:
+        return PublicLoss(self.model, self.public_loss_fn or self.loss_fn, public, batch_size=self.public_batch_size)
+
+    def _source(self, session: Session, private: PrivateData, psi: PublicLoss | None) -> PrivateGradient:
+        same_records = psi is not None and self.public_loss_fn is None
+        return PrivateGradient(
+            self.model,
+            self.loss_fn,
+            private,
+            self.plan,
+            ledger=session.ledger,
+            run_id=session.run_id,
+            public_example=map_batch(lambda t: t[0], psi.rows.batch(slice(0, 1), torch.device("cpu")))
+            if psi and same_records
+            else None,
+            speed=self.speed,
+            entropy=OsEntropy() if self.unsafe_seed is None else UnsafeSeed(self.unsafe_seed),
+        )
+
+    def _begin(self, session: Session, psi: PublicLoss | None, saved: Parts | None) -> None:
+        """theta_0 and a fresh state, or those of the checkpoint; either way a checkpoint exists afterwards."""
+        params = trainable(self.model)
+        self._state = TrainState(
+            step=0, mirror=self.mirror.init(params=params, public=psi), average=Average(self.average)
+        )
+        if saved is not None:
+            self.load_state_dict(saved)
+        else:
+            session.save(self.state_dict(), None)
+        session.write_statement()
+
+    def _finish(self, session: Session, source: PrivateGradient, stopped: Stopped) -> RunResult:
+        if not session.finished:
+            session.save(self.state_dict(), source.head)
+            session.ledger.finish(session.run_id, self._state.step)
+        if self._state.average.tensors:
+            copy_to(trainable(self.model), self._state.average.tensors)
+        return RunResult(
+            plan=self.plan,
+            run_dir=session.folder.path,
+            updates=self._state.step,
+            stopped=stopped,
+            statement=session.write_statement(),
+            history=session.folder.history(),
+        )
+
+    def _report(self, session: Session, lr: float, released_norm: float, metrics: Mapping[str, float]) -> None:
+        step, total = self._state.step, self.plan.steps
+        report = StepReport(step=step, total_steps=total, lr=lr, released_norm=released_norm, metrics=metrics)
+        if metrics or step % max(1, total // _LOG_LINES) == 0:
+            session.folder.log({"step": step, "lr": lr, "released_norm": released_norm, **metrics})
+        for callback in self.callbacks:
+            callback(report)
+
+    def _tester(self, test: Any, every: int | None) -> Tester:
+        def metrics(step: int) -> dict[str, float]:
+            due = step == self.plan.steps or (every is not None and step % every == 0)
+            return self.evaluate(test) if due and test is not None else {}
+
+        return metrics
+
+    def _clock(self) -> Clock:
+        return Clock(step=self._state.step, total_steps=self.plan.steps, steps_per_epoch=1 / self.plan.sampling_rate)
+
+    def _bar(self) -> AbstractContextManager[Callable[[int], None]]:
+        def spent(updates: int) -> float:
+            return epsilon_of([self.plan.count(updates)], default_delta(self.plan), "pld")
+
+        return progress_bar(self.plan.steps, self._state.step, spent, self.progress)
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "mirror": re.sub(r" at 0x[0-9a-f]+", "", repr(self.mirror)),  # an address differs from process to process
+            "optimizer": type(self.optimizer).__name__,
+            "scheduler": type(self.scheduler).__name__,
+            "average": self.average,
+            "public_batch_size": self.public_batch_size,
+            "unsafe_seed": self.unsafe_seed,
+            "metrics_not_private": self.metrics_not_private,
+        }
+
+    def _stamps(self) -> list[str]:
+        seeded = ["unsafe_seed: noise and sampling can be reproduced"] if self.unsafe_seed is not None else []
+        shown = ["metrics_not_private: metrics of private data were allowed"] if self.metrics_not_private else []
+        return seeded + shown
+
+
+@contextmanager
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

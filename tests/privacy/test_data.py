@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from halfsilver.errors import PrivateDataError
+from halfsilver.privacy.data import PrivateData, Schema
+
+
+class Broken(Dataset[Any]):
+    """Ten records of which five cannot be used, each for another reason."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 1:
+            raise OSError("file 1 is damaged")
+        if i == 3:
+            return torch.zeros(5), 1
+        if i == 5:
+            return torch.zeros(4)
+        if i == 7:
+            return None, 1
+        if i == 9:
+            raise KeyError("row 9")
+        return torch.full((4,), float(i), dtype=torch.float64), i
+
+
+EXAMPLE = (torch.zeros(4), 0)
+
+
+def test_the_handle_is_opaque() -> None:
+    handle = PrivateData((torch.randn(7, 3), torch.arange(7)))
+    for name in ("__len__", "__getitem__", "__iter__", "__dict__"):
+        assert not hasattr(handle, name)
+    assert "7" not in repr(handle)
+    assert repr(handle) == str(handle) == "PrivateData(<opaque>)"
+    with pytest.raises(PrivateDataError, match="pickled"):
+        pickle.dumps(handle)
+    with pytest.raises(PrivateDataError, match="already"):
+        PrivateData(handle)
+
+
+def test_unusable_records_are_left_out_without_a_word() -> None:
+    records, _ = PrivateData(Broken())._open()
+    x, y = records.fetch(slice(0, 10), Schema.of_record(EXAMPLE))
+    assert y.tolist() == [0, 2, 4, 6, 8]
+    assert x.dtype == torch.float32  # the example's dtype, not the record's
+    x, y = records.fetch(torch.tensor([1, 3, 5]), Schema.of_record(EXAMPLE))
+    assert x.shape == (0, 4)
+    assert y.shape == (0,)
+
+
+def test_the_custodian_can_see_why() -> None:
+    report = PrivateData(Broken()).inspect_not_private(EXAMPLE)
+    assert report["not_private"] is True
+    assert report["looked_at"] == 10
+    assert sum(report["unusable"].values()) == 5
+    assert "OSError: file 1 is damaged" in report["unusable"]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        (torch.arange(6.0).reshape(6, 1), torch.arange(6)),
+        {"x": torch.arange(6.0).reshape(6, 1), "y": torch.arange(6)},
+        torch.arange(6),
+        TensorDataset(torch.arange(6.0).reshape(6, 1), torch.arange(6)),
+    ],
+)
+def test_tensors_in_any_nesting(records: Any) -> None:
+    handle = PrivateData(records)
+    opened, _ = handle._open()
+    batch = opened.fetch(torch.tensor([1, 4]), handle._schema())
+    last = torch.utils._pytree.tree_leaves(batch)[-1]
+    assert last.tolist() == [1, 4]
+    view = torch.utils._pytree.tree_leaves(opened.fetch(slice(0, 3), handle._schema()))[-1]
+    assert view.tolist() == [0, 1, 2]
+
+
+def test_the_schema_never_comes_from_a_private_record() -> None:
+    with pytest.raises(PrivateDataError, match="example="):
+        PrivateData(Broken())._schema()
+    assert PrivateData(Broken(), example=EXAMPLE)._schema() == Schema.of_record(EXAMPLE)
+    assert PrivateData(Broken())._schema(EXAMPLE) == Schema.of_record(EXAMPLE)
+
+
+def test_synthetic_batches_have_the_schema() -> None:
+    schema = Schema.of_record({"ids": torch.zeros(3, dtype=torch.long), "x": torch.zeros(2), "label": 1})
+    batch = schema.synthetic(5)
+    assert Schema.of_batch(batch) == schema
+    assert set(batch["ids"].unique().tolist()) <= {0, 1}
+
+
+def test_loaders_and_streams_are_refused() -> None:
+    data = TensorDataset(torch.zeros(4, 1))
+    with pytest.raises(PrivateDataError, match=r"loader\.dataset"):
+        PrivateData(DataLoader(data, shuffle=True))
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("private rows were read")
+
+    with pytest.raises(PrivateDataError, match="map-style"):
+        PrivateData(Stream())
+    with pytest.raises(PrivateDataError, match="same number of rows"):
+        PrivateData((torch.zeros(3), torch.zeros(4)))
+    with pytest.raises(PrivateDataError, match="__getitem__"):
+        PrivateData(3)
+
+
+def test_users_are_grouped() -> None:
+    _, users = PrivateData(torch.arange(6), users=["b", "a", "b", "c", "b", "a"])._open()
+    assert users is not None
+    assert users.size() == 3
+    assert [torch.cat(list(users.rows(u, 2))).tolist() for u in range(3)] == [[1, 5], [0, 2, 4], [3]]

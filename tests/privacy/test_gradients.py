@@ -1,0 +1,313 @@
+"""One contract for every gradient backend: agreement with the oracle, and a bound that no record can break."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfsilver._tensors import Batch, LossFn, flatten, take_rows, trainable
+from halfsilver.errors import ConfigError, UnsupportedLayer
+from halfsilver.privacy.gradients import BACKENDS, Speed, make_backend, rows_at_once
+from halfsilver.privacy.gradients.base import GradientBackend, clip_factors
+from halfsilver.privacy.gradients.linear import LinearModel, Link, with_row_norms
+from halfsilver.privacy.gradients.users import clipped_user_gradient
+from halfsilver.privacy.gradients.vmap import Vmap
+
+CASES = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SPECIAL = [math.nan, math.inf, -math.inf, 1e30, -1e30, 3e38, 1e-40, -1e-40, 0.0, 65504.0, 1.0, -1.0]
+
+
+def one_by_one(model: nn.Module, loss_fn: LossFn, batch: Batch, clip: float) -> Tensor:
+    """Independent of the library: clip each example's plain autograd gradient to `clip`, in float64, and add up."""
+    params = trainable(model)
+    total = torch.zeros(sum(p.numel() for p in params), dtype=torch.float64)
+    for i in range(len(torch.utils._pytree.tree_leaves(batch)[0])):
+        loss = loss_fn(model, take_rows(batch, slice(i, i + 1))).sum()
+        grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+        g = flatten(grads).double()
+        total += g * min(1.0, clip / float(g.norm()))
+    return total
+
+
+class Tied(nn.Module):
+    """A small language model whose output layer shares the embedding, with a frozen layer in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.as_tensor(self.norm(self.frozen(self.embed(tokens))) @ self.embed.weight.T)
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.out = (
+            nn.Embedding(11, 5),
+            nn.LSTM(5, 4, batch_first=True),
+            nn.Linear(4, 11),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.lstm(self.embed(tokens))[0])  # type: ignore[no-any-return]
+
+
+def class_loss(model: Callable[..., Tensor], batch: Batch) -> Tensor:
+    return functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def token_loss(model: Callable[..., Tensor], tokens: Tensor) -> Tensor:
+    return functional.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.ReLU(), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 5)
+    )
+
+
+def tokens(rows: int) -> Tensor:
+    return torch.randint(0, 11, (rows, 7))
+
+
+def images(rows: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, 1, 8, 8), "y": torch.randint(0, 5, (rows,))}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], LossFn, Callable[[int], Batch], set[str]]] = {
+    "cnn": (cnn, class_loss, images, set(BACKENDS)),
+    "tied": (Tied, token_loss, tokens, {"vmap"}),
+    "lstm": (Lstm, token_loss, tokens, {"vmap"}),
+}
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e6])
+@pytest.mark.parametrize("rows", [1, 5, 150])
+@pytest.mark.parametrize(("kind", "name"), [(k, b) for k, v in MODELS.items() for b in sorted(v[3])])
+def test_equals_plain_autograd(kind: str, name: str, rows: int, clip: float) -> None:
+    """All clipped, none clipped, and more rows than a float32 part: relative error 2e-3 (the margins) or 1e-5."""
+    if kind != "cnn" and rows == 150:
+        rows = 20
+    torch.manual_seed(0)
+    make, loss_fn, data, _ = MODELS[kind]
+    model, batch = make(), data(rows)
+    backend = BACKENDS[name](model, loss_fn, data(4))
+    found = backend.clipped_sum(batch, clip)
+    expected = one_by_one(model, loss_fn, batch, clip)
+    tolerance = 2e-3 if clip < 1 else 1e-5
+    assert float((flatten(found.tensors) - expected).norm()) <= tolerance * float(expected.norm())
+    assert found.sensitivity == clip
+    assert all(t.dtype == torch.float64 for t in found.tensors)
+    assert_no_trace(model)
+
+
+def assert_no_trace(model: nn.Module) -> None:
+    for p in model.parameters():
+        assert p.grad is None
+        assert not [a for a in vars(p) if "sample" in a]
+    for m in model.modules():
+        assert not hasattr(m, "activations")
+        assert not m._forward_hooks
+        assert not m._backward_hooks
+
+
+@pytest.mark.parametrize("kind", ["tied", "lstm"])
+@pytest.mark.parametrize("name", ["hooks", "ghost"])
+def test_what_opacus_cannot_do_is_refused(kind: str, name: Any) -> None:
+    make, loss_fn, data, _ = MODELS[kind]
+    model = make()
+    with pytest.raises(UnsupportedLayer, match="Use backend="):
+        make_backend(Speed(backend=name), model, loss_fn, data(4))
+    assert_no_trace(model)
+    assert make_backend(Speed(), model, loss_fn, data(4)).name == "vmap"
+
+
+def test_ghost_refuses_half_precision() -> None:
+    with pytest.raises(UnsupportedLayer, match="float32"):
+        BACKENDS["ghost"](nn.Linear(3, 2).half(), bilinear_loss, ())
+
+
+def test_auto_takes_hooks_where_they_work() -> None:
+    model = cnn()
+    assert make_backend(Speed(), model, class_loss, images(4)).name == "hooks"
+    with pytest.raises(ConfigError, match="backend='fast'"):
+        make_backend(Speed(backend="fast"), model, class_loss, images(4))  # type: ignore[arg-type]
+
+
+def test_micro_batch_size() -> None:
+    assert rows_at_once(Speed(micro_batch_size=7), cnn()) == 7
+    assert rows_at_once(Speed(), cnn()) == 512
+    assert rows_at_once(Speed(), nn.Linear(20_000, 20_000, device="meta")) == 1
+    with pytest.raises(ConfigError, match="micro_batch_size"):
+        Speed(micro_batch_size=0)
+
+
+# The sensitivity bound. A record is (a, g), the input and the output gradient of a linear layer with a time axis, so
+# that a case controls all that a gradient is made of: sum_t g_t a_t' for the weight, sum_t g_t for the bias.
+
+
+def bilinear_loss(model: Callable[..., Tensor], batch: Batch) -> Tensor:
+    a, g = batch
+    return torch.sum(model(a) * g, (1, 2))
+
+
+@st.composite
+def records(draw: st.DrawFn, rows: int) -> tuple[Tensor, Tensor]:
+    a, g = (torch.stack([draw_record(draw, width) for _ in range(rows)]) for width in (3, 2))
+    return a, g
+
+
+def draw_record(draw: st.DrawFn, width: int, steps: int = 4) -> Tensor:
+    """One [steps, width] array of a drawn kind; its values come from a drawn seed, cheaper than drawing each."""
+    kind = draw(st.sampled_from(["plain", "special", "mixed", "cancelling", "zero"]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    plain = rng.normal(size=(steps, width)).astype(np.float32).astype(np.float64)
+    special = rng.choice(SPECIAL, size=(steps, width))
+    values = {"special": special, "mixed": np.where(rng.random((steps, width)) < 0.2, special, plain)}.get(kind, plain)
+    if kind == "cancelling":  # pairs of steps that cancel but for a tiny rest
+        values[1::2] = -values[::2] * (1 + draw(st.sampled_from([0.0, 1e-7, -1e-6, 1e-4])))
+    scale = 0.0 if kind == "zero" else draw(st.sampled_from([1.0, 1.0, 1e-8, 1e4, 1e10, 1e15]))
+    return torch.from_numpy(values * scale if kind not in ("special", "mixed") else values)
+
+
+def assert_bounded(make: Callable[[], GradientBackend], a: Tensor, g: Tensor, clip: float) -> None:
+    """|sum(D) - sum(D minus a record)| <= C, exactly, for the last record; and everything is finite."""
+    backend = make()
+    whole = flatten(backend.clipped_sum((a, g), clip).tensors)
+    rest = flatten(backend.clipped_sum((a[:-1], g[:-1]), clip).tensors)
+    assert torch.isfinite(whole).all()
+    assert float((whole - rest).norm()) <= clip
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+@CASES
+@given(data=st.data())
+def test_no_record_breaks_the_bound(name: str, data: st.DataObject) -> None:
+    """2,000 cases a backend, in float32, float64 and float16 (which ghost clipping refuses)."""
+    dtypes = [torch.float32, torch.float64, *([torch.float16] if name != "ghost" else [])]
+    dtype = data.draw(st.sampled_from(dtypes))
+    clip = data.draw(st.sampled_from([1.0, 1e-3, 10.0]))
+    a, g = (t.to(dtype) for t in data.draw(records(rows=data.draw(st.integers(2, 4)))))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).to(dtype)
+    assert_bounded(lambda: BACKENDS[name](model, bilinear_loss, (a[:2] * 0, g[:2] * 0)), a, g, clip)
+
+
+@CASES
+@given(data=st.data())
+def test_no_record_breaks_the_bound_of_the_closed_form(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    links: list[Link] = ["squared", "logistic"]
+    link = data.draw(st.sampled_from(links))
+    clip = data.draw(st.sampled_from([1.0, 1e-3, 10.0]))
+    a, g = data.draw(records(rows=data.draw(st.integers(2, 4))))
+    x, y = a.flatten(1).to(dtype), g[:, 0, 0].to(dtype)
+    torch.manual_seed(0)
+    backend = LinearModel(nn.Linear(12, 1, bias=False).to(dtype), link)
+    whole, rest = (backend.clipped_sum(with_row_norms(x[:k], y[:k]), clip).tensors[0] for k in (len(x), len(x) - 1))
+    assert torch.isfinite(whole).all()
+    assert float((whole - rest).norm()) <= clip
+
+
+@CASES
+@given(data=st.data())
+def test_no_user_breaks_the_bound(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.float16]))
+    a, g = (t.to(dtype) for t in data.draw(records(rows=3)))
+    model = nn.Linear(3, 2).to(dtype)
+    found = clipped_user_gradient(model, bilinear_loss, [(a[:2], g[:2]), (a[2:], g[2:])], 0.5)
+    assert float(flatten(found.tensors).norm()) <= 0.5
+
+
+def test_the_bound_test_has_teeth() -> None:
+    """Opacus's own ghost norm, without our rounding bound, lets a cancelling sequence through at many times C."""
+    from opacus.grad_sample.linear import compute_linear_norm_sample
+
+    model = nn.Linear(3, 2, bias=False)
+    a = torch.tensor([[[1e4, 2e4, 3e4], [1e4, 2e4, 3e4]]]) * (1 + torch.tensor([[[0.0], [3e-7]]]))
+    g = torch.tensor([[[1e4, 0.0], [-1e4, 0.0]]])
+    norm = compute_linear_norm_sample(model, [a], g)[model.weight]
+    true = torch.einsum("nti,ntj->nij", g.double(), a.double()).norm()
+    factor = float(clip_factors(torch.nan_to_num(norm), 1.0, 1e-4))
+    assert float(true) * factor > 5
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_bad_rows_leave_the_others_alone(name: str) -> None:
+    """NaN, Inf and overflowing examples contribute zero; the rest of the sum is what it is without them."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    a, g = torch.randn(6, 4, 3), torch.randn(6, 4, 2)
+    bad_a, bad_g = a.clone(), g.clone()
+    bad_a[1, 0, 0], bad_a[3, 2, 1], bad_g[4, 1, 1] = math.nan, math.inf, math.nan
+    backend = BACKENDS[name](model, bilinear_loss, (a[:2], g[:2]))
+    found = flatten(backend.clipped_sum((bad_a, bad_g), 0.5).tensors)
+    good = [0, 2, 5]
+    expected = flatten(backend.clipped_sum((a[good], g[good]), 0.5).tensors)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.used(x))
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_unused_parameters_get_zero(name: str) -> None:
+    a, g = torch.randn(3, 4, 3), torch.randn(3, 4, 2)
+    found = BACKENDS[name](HalfUsed(), bilinear_loss, (a, g)).clipped_sum((a, g), 1.0)
+    assert float(found.tensors[2].norm()) == float(found.tensors[3].norm()) == 0.0
+    assert float(found.tensors[0].norm()) > 0
+
+
+def test_closed_form_equals_the_oracle_and_caches_norms() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(300, 20), torch.randn(300)
+    model = nn.Linear(20, 1, bias=False)
+    for link, loss in (
+        ("squared", functional.mse_loss),
+        ("logistic", functional.binary_cross_entropy_with_logits),
+    ):
+        target, scale = (y, 0.5) if link == "squared" else ((y > 0).float(), 1.0)
+        loss_fn = lambda m, b, f=loss, s=scale: s * f(m(b[0]).squeeze(1), b[1], reduction="none")  # noqa: E731
+        found = LinearModel(model, link).clipped_sum(with_row_norms(x, target), 0.5).tensors[0]  # type: ignore[arg-type]
+        expected = one_by_one(model, loss_fn, (x, target), 0.5)
+        assert float((found.flatten() - expected).norm()) <= 2e-3 * float(expected.norm())
+    with pytest.raises(UnsupportedLayer, match="bias=False"):
+        LinearModel(nn.Linear(3, 1))
+
+
+def test_user_gradients_are_summed_before_the_clip() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(3, 2), (torch.randn(5, 4, 3), torch.randn(5, 4, 2))
+    grads = Vmap(model, bilinear_loss, batch).per_example(batch)
+    total = flatten([g.sum(0) for g in grads]).double()
+    for clip in (0.1, 1e6):
+        halves = [take_rows(batch, s) for s in (slice(0, 2), slice(2, 5))]
+        found = flatten(clipped_user_gradient(model, bilinear_loss, halves, clip).tensors)
+        expected = total * min(1.0, clip / float(total.norm()))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_draws_differ_between_examples() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(50, 1, bias=False))
+    x = torch.ones(2, 50)
+    grads = Vmap(model, lambda m, b: m(b).squeeze(1), x).per_example(x)[0]
+    assert not torch.equal(grads[0], grads[1])
+    assert np.isfinite(grads.numpy()).all()

@@ -1,0 +1,138 @@
+"""Locks exclude, and files written atomically are never half there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from halfsilver import _os
+from halfsilver.errors import PlatformUnsupported, RunFolderBusy
+
+
+def assert_taken(lock: Path) -> None:
+    with pytest.raises(RunFolderBusy, match="another process"), _os.lock_file(lock, blocking=False):
+        pytest.fail("two holders")
+
+
+def test_a_taken_lock_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with _os.lock_file(lock, blocking=False):
+        assert_taken(lock)
+    with _os.lock_file(lock, blocking=False):
+        pass
+
+
+def test_a_blocking_lock_waits_for_its_turn(tmp_path: Path) -> None:
+    lock, order = tmp_path / "lock", list[str]()
+
+    def second() -> None:
+        with _os.lock_file(lock, blocking=True):
+            order.append("second")
+
+    with _os.lock_file(lock, blocking=True):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.05)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def test_a_lock_on_a_file_deleted_meanwhile_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, opened, real_open = tmp_path / "lock", list[int](), os.open
+
+    def open_then_lose(path: Path, flags: int, mode: int = 0o777) -> int:
+        fd = real_open(path, flags, mode)
+        if not opened:
+            os.unlink(path)
+        opened.append(fd)
+        return fd
+
+    monkeypatch.setattr(os, "open", open_then_lose)
+    with _os.lock_file(lock, blocking=True):
+        assert_taken(lock)
+    assert len(opened) == 3
+
+
+def test_append_survives_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real_write = tmp_path / "file", os.write
+    path.write_bytes(b"old,")
+    monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[:3]))
+    _os.append_durably(path, b"some longer text")
+    assert path.read_bytes() == b"old,some longer text"
+
+
+def test_append_does_not_create_a_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        _os.append_durably(tmp_path / "absent", b"x")
+
+
+def test_atomic_write_replaces_and_keeps_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    _os.write_atomically(path, b"one")
+    path.chmod(0o640)
+    _os.write_atomically(path, lambda handle: _write_two(handle))
+    assert path.read_bytes() == b"two"
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def _write_two(handle: BinaryIO) -> None:
+    handle.write(b"two")
+
+
+def test_a_failed_atomic_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def fail(handle: BinaryIO) -> None:
+        handle.write(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        _os.write_atomically(path, fail)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_contents_reach_the_disk_before_the_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, real_replace = list[str](), os.replace
+
+    def replace(old: Path, new: Path) -> None:
+        calls.append("rename")
+        real_replace(old, new)
+
+    monkeypatch.setattr(_os, "fsync_file", lambda fd: calls.append("file"))
+    monkeypatch.setattr(_os, "fsync_folder", lambda path: calls.append(f"folder {path.name}"))
+    monkeypatch.setattr(os, "replace", replace)
+    folder = tmp_path / "a" / "b"
+    _os.make_folder(folder)
+    _os.write_atomically(folder / "file", b"x")
+    assert calls == [f"folder {tmp_path.name}", "folder a", "file", "rename", "folder b"]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"), [(2, 5, b"01--56789"), (8, None, b"01234567--"), (0, 0, b"--0123456789")]
+)
+def test_splice(tmp_path: Path, start: int, stop: int | None, expected: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    _os.splice_atomically(path, start, stop, b"--")
+    assert path.read_bytes() == expected
+
+
+def test_other_platforms_are_refused_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_os, "fcntl", None)
+    with pytest.raises(PlatformUnsupported, match="WSL"), _os.lock_file(tmp_path / "lock", blocking=True):
+        pytest.fail("no lock was taken")
+    with pytest.raises(PlatformUnsupported, match="WSL"):
+        _os.write_atomically(tmp_path / "file", b"x")
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,162 @@
+"""`halfsilver verify` and the other commands, run as a person runs them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import halfsilver as hs
+from halfsilver import checkpoint, cli
+from halfsilver.errors import HalfsilverError
+from halfsilver.verify import verify
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    model = torch.nn.Linear(4, 1)
+    plan = hs.PrivacyPlan(steps=12, sampling_rate=0.1, expected_batch_size=10, noise_multiplier=1.0)
+    trainer = hs.Trainer(
+        model,
+        lambda m, b: m(b).square().squeeze(1),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        plan=plan,
+    )
+    trainer.fit(torch.randn(100, 4), run_dir=folder, delta=1e-5)
+    return folder
+
+
+def edit_json(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def tamper(run: Path) -> None:
+        value = json.loads((run / name).read_text())
+        change(value)
+        (run / name).write_text(json.dumps(value))
+
+    return tamper
+
+
+def edit_checkpoint(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def tamper(run: Path) -> None:
+        tensors, about = checkpoint.read(run / "checkpoint.safetensors")
+        change(about)
+        checkpoint.write(run / "checkpoint.safetensors", tensors, about)
+
+    return tamper
+
+
+def cut_ledger(run: Path) -> None:
+    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (run / "ledger.jsonl").write_text("".join(lines[:3]))
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    def tamper(run: Path) -> None:
+        (run / name).write_text(text)
+
+    return tamper
+
+
+def flip(name: str, position: int) -> Callable[[Path], None]:
+    def tamper(run: Path) -> None:
+        data = bytearray((run / name).read_bytes())
+        data[position] ^= 4
+        (run / name).write_bytes(bytes(data))
+
+    return tamper
+
+
+TAMPERED: dict[str, Callable[[Path], None]] = {
+    "more noise claimed": edit_json("config.json", lambda c: c["plan"].update(noise_multiplier=9.0)),
+    "fewer steps claimed": edit_json("config.json", lambda c: c["plan"].update(steps=3)),
+    "another run": edit_json("config.json", lambda c: c.update(run_id="feed")),
+    "no plan": edit_json("config.json", lambda c: c.pop("plan")),
+    "smaller epsilon": edit_json("statement.json", lambda s: s["epsilon_planned"].update(pld=0.1)),
+    "smaller delta": edit_json("statement.json", lambda s: s.update(delta=1e-9)),
+    "other unit": edit_json("statement.json", lambda s: s.update(unit="user")),
+    "more spent than the ledger knows": edit_json("statement.json", lambda s: s["spent_so_far"].update(steps=99)),
+    "statement without its total": edit_json("statement.json", lambda s: s.pop("all_runs_on_this_data")),
+    "ledger cut short": cut_ledger,
+    "ledger bit": flip("ledger.jsonl", 300),
+    "ledger gone": lambda run: (run / "ledger.jsonl").unlink(),
+    "checkpoint gone": lambda run: (run / "checkpoint.safetensors").unlink(),
+    "checkpoint header": flip("checkpoint.safetensors", 20),
+    "checkpoint of another plan": edit_checkpoint(lambda a: a.update(plan_hash="0" * 64)),
+    "checkpoint ahead of the ledger": edit_checkpoint(lambda a: a.update(step=13)),
+    "checkpoint with another head": edit_checkpoint(lambda a: a.update(ledger_head=[2, "0" * 64])),
+    "config is not JSON": write("config.json", "{"),
+    "statement is a list": write("statement.json", "[]"),
+    "config gone": lambda run: (run / "config.json").unlink(),
+}
+
+
+def test_a_clean_run_verifies(finished_run: Path) -> None:
+    report = verify(finished_run)
+    assert report["ok"]
+    assert report["finished"]
+    assert report["step"] == 12
+
+
+def test_a_moved_run_verifies(finished_run: Path, tmp_path: Path) -> None:
+    assert verify(shutil.copytree(finished_run, tmp_path / "moved"))["ok"]
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_a_tampered_run_does_not(finished_run: Path, tmp_path: Path, what: str) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "copy")
+    edit_json("config.json", lambda c: c.update(ledger=str(run / "ledger.jsonl")))(run)
+    TAMPERED[what](run)
+    with pytest.raises(HalfsilverError):
+        verify(run)
+
+
+def call(*words: str) -> Any:
+    return CliRunner().invoke(cli.app, list(words))
+
+
+def test_epsilon_command() -> None:
+    words = [
+        "epsilon",
+        "--noise-multiplier",
+        "1.51",
+        "--sampling-rate",
+        "0.0104166667",
+        "--steps",
+        "9600",
+        "--delta",
+        "1e-5",
+    ]
+    out = json.loads(call(*words, "--json").stdout)
+    assert out["epsilon"]["pld"] == pytest.approx(3.230, abs=2e-3)
+    assert out["epsilon"]["rdp"] == pytest.approx(3.508, abs=2e-3)
+    assert "3.23" in call(*words).stdout
+
+
+def test_calibrate_command() -> None:
+    words = ["calibrate", "--epsilon", "3.51", "--delta", "1e-5", "--sampling-rate", "0.0104166667", "--steps", "9600"]
+    out = json.loads(call(*words, "--json").stdout)
+    assert 1.42 <= out["noise_multiplier"] <= 1.43
+    assert out["epsilon"]["pld"] <= 3.51
+
+
+def test_verify_command(finished_run: Path) -> None:
+    assert json.loads(call("verify", str(finished_run), "--json").stdout)["ok"] is True
+    assert "Verified" in call("verify", str(finished_run)).stdout
+
+
+def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["halfsilver", "verify", "/nowhere"])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("halfsilver: ")
+    assert "config.json" in error
+    assert len(error.splitlines()) == 1
