@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_optimizer_state_survives(tmp_path: Path, kind: str) -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
         groups = [{"params": m.parameters(), "lr": 0.1 * (i + 1)} for i, m in enumerate(model)]
-        optimizers = {
+        optimizers: dict[str, Callable[[], torch.optim.Optimizer]] = {
             "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
             "adam": lambda: torch.optim.Adam(model.parameters(), lr=0.1, amsgrad=True),
             "adamw-groups": lambda: torch.optim.AdamW(groups, betas=(0.8, 0.9)),
@@ -43,7 +44,7 @@ def test_optimizer_state_survives(tmp_path: Path, kind: str) -> None:
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         optimizer.zero_grad()
-        model(torch.ones(1, 3)).sum().backward()  # type: ignore[no-untyped-call]
+        model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
