@@ -17,7 +17,7 @@ import halfsilver as hs
 from halfsilver.privacy.gradients import BackendName
 
 PACKAGE = Path(hs.__file__).parent
-SHARED = {"halfsilver.errors", "halfsilver._tensors", "halfsilver._os"}
+SHARED = {"halfsilver.errors", "halfsilver._tensors", "halfsilver._random", "halfsilver._os"}
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "ssl", "urllib", "urllib3"}
 LOADERS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -35,6 +36,7 @@ print(result.stopped, result.updates)
 """
 
 KILLS = 20
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.slow
@@ -45,13 +47,13 @@ def test_twenty_kills(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(run), str(witness)]
     for _ in range(KILLS):
         before = len(witness.read_text().splitlines())
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ONE_THREAD)
         wait_for_progress(process, witness, before)
         time.sleep(rng.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert Ledger.open(run / "ledger.jsonl").counts()[0].count >= len(complete(witness))
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ONE_THREAD)
     releases, spent = complete(witness), Ledger.open(run / "ledger.jsonl").counts()[0].count
     block = 600 // 50
     assert done.stdout.split() == ["finished", "600"]

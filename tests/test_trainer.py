@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 import halfsilver as hs
 from halfsilver._tensors import flatten, trainable
+from halfsilver.averaging import Average
 from halfsilver.errors import CheckpointCorrupt, ConfigError, LedgerCorrupt, RunFolderBusy
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.runs import RunFolder
@@ -121,8 +123,15 @@ def stop_at(step: int) -> Any:
     return callback
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, kind: str) -> None:
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]] = {
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=20),
+    "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, milestones=[4, 8, 15]),
+    "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=21),
+}
+
+
+@pytest.mark.parametrize(("kind", "schedule"), [("sgd", "cosine"), ("adam", "multistep"), ("sgd", "onecycle")])
+def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, kind: str, schedule: str) -> None:
     """Frozen releases: interrupted and resumed, every step after the checkpoint equals the uninterrupted run's."""
 
     def make(**options: Any) -> hs.Trainer:
@@ -130,7 +139,7 @@ def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, kind: str) -> None:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         if kind == "adam":
             optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+        scheduler = SCHEDULERS[schedule](optimizer)
         return trainer(
             model, optimizer=optimizer, scheduler=scheduler, average=0.8, plan=plan(spare_steps=30),
             mirror=hs.chain(hs.clip_released(1.0), hs.FirstOrder(hs.cosine(end=0.5))), public_batch_size=8,
@@ -168,6 +177,58 @@ def test_repeated_steps_use_up_the_plan(tmp_path: Path) -> None:
     assert result.stopped == "budget"
     assert result.updates == 20 - spent
     assert result.statement["spent_so_far"]["steps"] == 20
+
+
+def test_metrics_of_repeated_steps_are_not_kept_twice(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"plan": plan(spare_steps=40), "checkpoint_seconds": 1e9}
+    with pytest.raises(StopHere):
+        trainer(callbacks=[stop_at(5)], **options).fit(rows(400), run_dir=tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "lr"')  # cut short by a crash
+    result = trainer(**options).fit(rows(400), run_dir=tmp_path, test=rows(50, 2))
+    assert [r["step"] for r in result.history] == list(range(1, 21))
+
+
+def test_a_run_stopped_by_its_budget_is_evaluated_too(tmp_path: Path) -> None:
+    with pytest.raises(StopHere):
+        trainer(callbacks=[stop_at(5)], checkpoint_seconds=1e9).fit(rows(400), run_dir=tmp_path)
+    result = trainer().fit(rows(400), run_dir=tmp_path, test=rows(50, 2))
+    assert result.stopped == "budget"
+    assert "loss" in result.history[-1]
+
+
+def test_a_trainer_is_for_one_run(tmp_path: Path) -> None:
+    t = trainer()
+    t.fit(rows(400), run_dir=tmp_path / "a")
+    with pytest.raises(ConfigError, match="Make new ones"):
+        t.fit(rows(400), run_dir=tmp_path / "b")
+
+
+def test_a_moved_folder_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(StopHere):
+        trainer(callbacks=[stop_at(5)], checkpoint_seconds=0.0).fit(rows(400), run_dir=tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert trainer().fit(rows(400), run_dir=tmp_path / "b").updates > 10
+
+
+def test_a_lost_checkpoint_of_a_finished_run_is_an_error(tmp_path: Path) -> None:
+    trainer().fit(rows(400), run_dir=tmp_path)
+    (tmp_path / "checkpoint.safetensors").unlink()
+    with pytest.raises(CheckpointCorrupt, match="is gone"):
+        trainer().fit(rows(400), run_dir=tmp_path)
+
+
+def test_private_rows_as_test_rows_are_refused(tmp_path: Path) -> None:
+    data = rows(400)
+    with pytest.raises(ConfigError, match="must be public"):
+        trainer().fit(data, run_dir=tmp_path, test=data)
+
+
+def test_averages_in_half_precision_do_not_stall() -> None:
+    average = Average(0.999)
+    for i in range(2000):
+        average.update([torch.tensor([i / 2000], dtype=torch.bfloat16)])
+    assert float(average.tensors[0]) == pytest.approx(0.5 + 0.5 * 0.13, abs=0.07)
 
 
 def test_two_runs_share_the_data_sets_budget(tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ TAMPERED: dict[str, Callable[[Path], None]] = {
     "other unit": edit_json("statement.json", lambda s: s.update(unit="user")),
     "more spent than the ledger knows": edit_json("statement.json", lambda s: s["spent_so_far"].update(steps=99)),
     "statement without its total": edit_json("statement.json", lambda s: s.pop("all_runs_on_this_data")),
+    "stamp invented": edit_json("statement.json", lambda s: s.update(not_private_because=["x"])),
+    "seed hidden in the name only": edit_json("config.json", lambda c: c.update(unsafe_seed=3)),
     "ledger cut short": cut_ledger,
     "ledger bit": flip("ledger.jsonl", 300),
     "ledger gone": lambda run: (run / "ledger.jsonl").unlink(),
@@ -90,6 +92,7 @@ TAMPERED: dict[str, Callable[[Path], None]] = {
     "checkpoint of another plan": edit_checkpoint(lambda a: a.update(plan_hash="0" * 64)),
     "checkpoint ahead of the ledger": edit_checkpoint(lambda a: a.update(step=13)),
     "checkpoint with another head": edit_checkpoint(lambda a: a.update(ledger_head=[2, "0" * 64])),
+    "checkpoint without a head": edit_checkpoint(lambda a: a.update(ledger_head=None)),
     "config is not JSON": write("config.json", "{"),
     "statement is a list": write("statement.json", "[]"),
     "config gone": lambda run: (run / "config.json").unlink(),
@@ -110,7 +113,6 @@ def test_a_moved_run_verifies(finished_run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", TAMPERED)
 def test_a_tampered_run_does_not(finished_run: Path, tmp_path: Path, what: str) -> None:
     run = shutil.copytree(finished_run, tmp_path / "copy")
-    edit_json("config.json", lambda c: c.update(ledger=str(run / "ledger.jsonl")))(run)
     TAMPERED[what](run)
     with pytest.raises(HalfsilverError):
         verify(run)

@@ -34,10 +34,11 @@ class Average:
         if self.kind is None:
             return
         self.count += 1
+        values = [p.detach().to(torch.promote_types(p.dtype, torch.float32)) for p in params]
         if not self.tensors:
-            self.tensors = [p.detach().clone() for p in params]
-        else:
-            torch._foreach_lerp_(self.tensors, [p.detach() for p in params], self._weight())
+            self.tensors = [v.clone() for v in values]
+        else:  # in float32 or wider: a small weight vanishes in half precision
+            torch._foreach_lerp_(self.tensors, values, self._weight())
 
     def _weight(self) -> float:
         """Weight of the newest iterate. An exponential average starts as a plain one, so that it forgets its start."""

@@ -6,6 +6,7 @@ A single file replaced atomically cannot be half old and half new.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from halfsilver.errors import CheckpointCorrupt
 
 SCHEMA_VERSION = 1
 _KEY = "halfsilver"
+_PAIRS, _COUNTS = "pairs", "counts"
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
@@ -68,6 +70,25 @@ def restore_optimizer(
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The entries whose names start with `prefix`, without it."""
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def to_json(value: Any) -> Any:
+    """A scheduler's state for JSON, whose keys are texts only: other dicts, and counters, are kept as pairs."""
+    if isinstance(value, dict) and (isinstance(value, Counter) or any(not isinstance(k, str) for k in value)):
+        return {_PAIRS: [[k, to_json(v)] for k, v in value.items()], _COUNTS: isinstance(value, Counter)}
+    if isinstance(value, dict):
+        return {k: to_json(v) for k, v in value.items()}
+    return [to_json(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def from_json(value: Any) -> Any:
+    """Inverse of `to_json`."""
+    if isinstance(value, dict) and _PAIRS in value:
+        pairs = {k: from_json(v) for k, v in value[_PAIRS]}
+        return Counter(pairs) if value[_COUNTS] else pairs
+    if isinstance(value, dict):
+        return {k: from_json(v) for k, v in value.items()}
+    return [from_json(v) for v in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

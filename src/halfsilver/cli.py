@@ -93,8 +93,9 @@ def verify(
         "steps counted": statement["spent_so_far"]["steps"],
         "finished": report["finished"],
         "epsilon, planned (PLD)": statement["epsilon_planned"]["pld"],
-        "epsilon, all runs on this data": statement["all_runs_on_this_data"]["epsilon"],
         "delta": statement["delta"],
+        "epsilon, all runs on this data": statement["all_runs_on_this_data"]["epsilon"],
+        "delta, all runs on this data": statement["all_runs_on_this_data"]["delta"],
         "unit": statement["unit"],
         "not private because": "; ".join(statement["not_private_because"]) or "-",
     }

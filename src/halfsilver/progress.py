@@ -13,7 +13,7 @@ _EPSILON_EVERY = 5.0  # seconds; a PLD composition takes a third of one
 
 
 @contextmanager
-def progress_bar(total: int, done: int, spent: Callable[[int], float], shown: bool | None) -> Iterator[Update]:
+def progress_bar(total: int, done: int, spent: Callable[[], float], shown: bool | None) -> Iterator[Update]:
     """Yield a function that is told the number of updates made. `shown=None`: only on a terminal, and with rich."""
     if shown is False or (shown is None and not sys.stderr.isatty()):
         yield lambda updates: None
@@ -37,13 +37,13 @@ def progress_bar(total: int, done: int, spent: Callable[[int], float], shown: bo
         yield _updater(lambda n, text: bar.update(task, completed=n, epsilon=text), total, spent)
 
 
-def _updater(show: Callable[[int, str], None], total: int, spent: Callable[[int], float]) -> Update:
+def _updater(show: Callable[[int, str], None], total: int, spent: Callable[[], float]) -> Update:
     last, text = time.monotonic() - _EPSILON_EVERY + 1, "..."
 
     def update(updates: int) -> None:
         nonlocal last, text
         if time.monotonic() - last > _EPSILON_EVERY or updates == total:
-            last, text = time.monotonic(), f"{spent(updates):.3g}"
+            last, text = time.monotonic(), f"{spent():.3g}"
         show(updates, text)
 
     return update

@@ -14,6 +14,7 @@ from halfsilver import _os
 from halfsilver.errors import CheckpointCorrupt, ConfigError
 
 SCHEMA_VERSION = 1
+UNSAFE = "unsafe-"  # starts the id of a run with a known seed, so that the ledger's chain tells of it
 
 
 class RunFolder:
@@ -73,6 +74,11 @@ class RunFolder:
             return []
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged after `step`, torn line included: those steps are done again."""
+        kept = [record for record in self.history() if record["step"] <= step]
+        _os.write_atomically(self.metrics, "".join(json.dumps(r) + "\n" for r in kept).encode())
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfsilver._tensors import trainable
 from halfsilver.averaging import Average
-from halfsilver.checkpoint import optimizer_parts, restore_optimizer, under
+from halfsilver.checkpoint import from_json, optimizer_parts, restore_optimizer, to_json, under
 from halfsilver.errors import CheckpointCorrupt
 from halfsilver.mirror import MirrorMap, State
 
@@ -48,7 +49,7 @@ def pack(
         "step": state.step,
         "average_count": state.average.count,
         "optimizer": optimizer_json,
-        "scheduler": scheduler.state_dict() if scheduler else None,
+        "scheduler": to_json(scheduler.state_dict()) if scheduler else None,
     }
     return tensors, about
 
@@ -71,7 +72,8 @@ def unpack(
         raise CheckpointCorrupt(f"The checkpoint does not fit this model: {error}") from error
     restore_optimizer(optimizer, under("optimizer.", tensors), optimizer_json)
     if scheduler is not None and scheduler_json is not None:
-        scheduler.load_state_dict(scheduler_json)
+        scheduler.load_state_dict(from_json(scheduler_json))
+    device = trainable(model)[0].device
     average = under("average.", tensors)
-    state.average.tensors = [average[str(i)].clone() for i in range(len(average))]
-    state.mirror |= under("mirror.", tensors)
+    state.average.tensors = [average[str(i)].to(device, copy=True) for i in range(len(average))]
+    state.mirror |= {name: t.to(device, copy=True) for name, t in under("mirror.", tensors).items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from halfsilver.privacy.accounting import epsilon_of, total_accountant, total_epsilon
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.runs import UNSAFE
 
 STATEMENT_VERSION = 1
 
@@ -15,6 +16,15 @@ STATEMENT_VERSION = 1
 def default_delta(plan: PrivacyPlan) -> float:
     """1e-5, or less where the declared population q^-1 * batch is above 10^5; never from the private size."""
     return min(1e-5, plan.sampling_rate / plan.expected_batch_size)
+
+
+def stamps(config: Mapping[str, Any]) -> list[str]:
+    """What takes the guarantee away, from a run's config."""
+    found = {
+        "unsafe_seed: noise and sampling can be reproduced": config.get("unsafe_seed") is not None,
+        "metrics_not_private: metrics of private data were allowed": bool(config.get("metrics_not_private")),
+    }
+    return [text for text, holds in found.items() if holds]
 
 
 def make_statement(
@@ -38,6 +48,7 @@ def make_statement(
         },
         "all_runs_on_this_data": {
             "runs": len(ledger.runs),
+            "unsafe_runs": sum(name.startswith(UNSAFE) for name in ledger.runs),
             "accountant": total_accountant(counts),
             "epsilon": total_epsilon(counts, delta),
             # Whether to mix plans may depend on outputs: the two accountants' failures then add up.

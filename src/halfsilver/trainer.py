@@ -14,11 +14,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfsilver._tensors import LossFn, Tensors, map_batch, norm, trainable
+from halfsilver._tensors import LossFn, Tensors, norm, trainable
 from halfsilver.averaging import Average, AverageKind, copy_to
 from halfsilver.errors import BudgetExceeded, ConfigError
 from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, PublicLoss, pretrain
-from halfsilver.privacy.accounting import epsilon_of
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
 from halfsilver.privacy.gradients import Speed
@@ -29,7 +28,6 @@ from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.progress import progress_bar
 from halfsilver.session import Session
 from halfsilver.state import Parts, TrainState, pack, unpack
-from halfsilver.statement import default_delta
 
 Stopped = Literal["finished", "budget"]
 
@@ -110,6 +108,7 @@ class Trainer:
                 "[p for p in model.parameters() if p.requires_grad], after freezing layers."
             )
         self._state = TrainState(step=0, mirror={}, average=Average(self.average))
+        self._fitted, self._public_example = False, None
 
     def pretrain(self, public: Any, **options: Any) -> PretrainResult:
         """theta_0 = argmin Psi on public data; options as in `halfsilver.mirror.pretrain`."""
@@ -132,20 +131,20 @@ class Trainer:
         the data set's own ledger where several runs share it (default: one in the run folder). `test` must be public
         data unless ``metrics_not_private=True``; it is evaluated every `test_every` steps and at the end.
         """
+        if test is not None and test is private and not isinstance(private, PrivateData):
+            raise ConfigError("The private data were given as test=, which must be public. Use other rows.")
         private = private if isinstance(private, PrivateData) else PrivateData(private)
         psi = None if public is None else self._public_loss(public)
-        with Session.open(
-            run_dir, ledger, self.plan, config=self._config(), delta=delta, stamps=self._stamps()
-        ) as session:
+        with Session.open(run_dir, ledger, self.plan, config=self._config(), delta=delta) as session:
             saved = session.load()
             source = self._source(session, private, psi)
             self._begin(session, psi, saved)
             stopped = self._loop(session, source, psi, self._tester(test, test_every))
-            return self._finish(session, source, stopped)
+            return self._finish(session, source, stopped, test)
 
     def _loop(self, session: Session, source: PrivateGradient, psi: PublicLoss | None, test: Tester) -> Stopped:
         params, state = trainable(self.model), self._state
-        with self._bar() as show:
+        with self._bar(session) as show:
             while state.step < self.plan.steps and not session.finished:
                 try:
                     released = source.release()  # g_t + b_t. Everything below is post-processing.
@@ -188,7 +187,7 @@ class Trainer:
                     "Metrics of private data are not private, so they are off. Evaluate on public data, or set "
                     "metrics_not_private=True, which is stamped into the statement."
                 )
-            return {name: mean_not_private(data, fn, self.model) for name, fn in metrics.items()}
+            return {name: mean_not_private(data, fn, self.model, self._public_example) for name, fn in metrics.items()}
 
     def state_dict(self) -> Parts:
         """Tensors and JSON of everything that training changes."""
@@ -201,7 +200,8 @@ class Trainer:
         return PublicLoss(self.model, self.public_loss_fn or self.loss_fn, public, batch_size=self.public_batch_size)
 
     def _source(self, session: Session, private: PrivateData, psi: PublicLoss | None) -> PrivateGradient:
-        same_records = psi is not None and self.public_loss_fn is None
+        if psi is not None and self.public_loss_fn is None:  # public and private records are of one kind
+            self._public_example = psi.rows.example()
         return PrivateGradient(
             self.model,
             self.loss_fn,
@@ -209,9 +209,7 @@ class Trainer:
             self.plan,
             ledger=session.ledger,
             run_id=session.run_id,
-            public_example=map_batch(lambda t: t[0], psi.rows.batch(slice(0, 1), torch.device("cpu")))
-            if psi and same_records
-            else None,
+            public_example=self._public_example,
             speed=self.speed,
             entropy=OsEntropy() if self.unsafe_seed is None else UnsafeSeed(self.unsafe_seed),
         )
@@ -224,12 +222,19 @@ class Trainer:
         )
         if saved is not None:
             self.load_state_dict(saved)
+        elif self._fitted:
+            raise ConfigError(
+                "This Trainer, its optimizer and scheduler have been through a run. Make new ones for a new run."
+            )
         else:
             session.save(self.state_dict(), None)
+        self._fitted = True
         session.write_statement()
 
-    def _finish(self, session: Session, source: PrivateGradient, stopped: Stopped) -> RunResult:
+    def _finish(self, session: Session, source: PrivateGradient, stopped: Stopped, test: Any) -> RunResult:
         if not session.finished:
+            if stopped == "budget" and test is not None:
+                session.folder.log({"step": self._state.step, **self.evaluate(test)})
             session.save(self.state_dict(), source.head)
             session.ledger.finish(session.run_id, self._state.step)
         if self._state.average.tensors:
@@ -261,11 +266,8 @@ class Trainer:
     def _clock(self) -> Clock:
         return Clock(step=self._state.step, total_steps=self.plan.steps, steps_per_epoch=1 / self.plan.sampling_rate)
 
-    def _bar(self) -> AbstractContextManager[Callable[[int], None]]:
-        def spent(updates: int) -> float:
-            return epsilon_of([self.plan.count(updates)], default_delta(self.plan), "pld")
-
-        return progress_bar(self.plan.steps, self._state.step, spent, self.progress)
+    def _bar(self, session: Session) -> AbstractContextManager[Callable[[int], None]]:
+        return progress_bar(self.plan.steps, self._state.step, session.spent, self.progress)
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -277,11 +279,6 @@ class Trainer:
             "unsafe_seed": self.unsafe_seed,
             "metrics_not_private": self.metrics_not_private,
         }
-
-    def _stamps(self) -> list[str]:
-        seeded = ["unsafe_seed: noise and sampling can be reproduced"] if self.unsafe_seed is not None else []
-        shown = ["metrics_not_private: metrics of private data were allowed"] if self.metrics_not_private else []
-        return seeded + shown
 
 
 @contextmanager

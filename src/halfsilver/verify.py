@@ -10,16 +10,16 @@ from halfsilver import checkpoint
 from halfsilver.errors import CheckpointCorrupt, LedgerCorrupt
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import RunFolder, read_json
+from halfsilver.runs import UNSAFE, RunFolder, read_json
 from halfsilver.session import check_head
-from halfsilver.statement import make_statement
+from halfsilver.statement import make_statement, stamps
 
 
 def verify(run_dir: str | Path, ledger_path: str | Path | None = None) -> dict[str, Any]:
     """Recompute the run's statement from its ledger and compare; raise a typed error at the first thing that is wrong.
 
     Checks the ledger's chain, that the run is in it under this plan, that the checkpoint's place in the ledger exists,
-    and that the statement on disk is what plan and ledger give.
+    and that the statement on disk is what plan, config and ledger give. The weights themselves are not signed.
     """
     folder = RunFolder(run_dir)
     config = read_json(folder.config)
@@ -28,21 +28,18 @@ def verify(run_dir: str | Path, ledger_path: str | Path | None = None) -> dict[s
         run_id, delta, recorded = str(config["run_id"]), float(config["delta"]), Path(config["ledger"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{folder.config} lacks a valid plan, run_id, delta or ledger: {error!r}.") from error
-    ledger = Ledger.open(ledger_path or _find_ledger(folder, recorded), create=False)
+    ledger = Ledger.open(ledger_path or folder.path / recorded, create=False)
     _check_run(ledger, run_id, plan)
     _, about = checkpoint.read(folder.checkpoint)
     if about.get("run_id") != run_id or about.get("plan_hash") != plan.fingerprint():
         raise CheckpointCorrupt(f"{folder.checkpoint} belongs to another run or plan.")
     check_head(ledger, run_id, about)
     found = read_json(folder.statement)
-    _compare(found, make_statement(plan, ledger, run_id, delta=delta, stamps=found.get("not_private_because", ())))
+    if (config.get("unsafe_seed") is not None) != run_id.startswith(UNSAFE):
+        raise CheckpointCorrupt(f"{folder.config} and the run's name disagree on whether it had a known seed.")
+    _compare(found, make_statement(plan, ledger, run_id, delta=delta, stamps=stamps(config)))
     finished = ledger.runs[run_id].closed is not None
     return {"ok": True, "run_id": run_id, "step": about["step"], "finished": finished, "statement": found}
-
-
-def _find_ledger(folder: RunFolder, recorded: Path) -> Path:
-    """The ledger beside the run if it has its own, also after the folder was moved; else where the config says."""
-    return folder.ledger if folder.ledger.exists() else recorded
 
 
 def _check_run(ledger: Ledger, run_id: str, plan: PrivacyPlan) -> None:

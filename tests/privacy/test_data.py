@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from halfsilver.errors import PrivateDataError
-from halfsilver.privacy.data import PrivateData, Schema
+from halfsilver.privacy.data import PrivateData
+from halfsilver.privacy.schema import Schema
 
 
 class Broken(Dataset[Any]):
@@ -86,15 +87,28 @@ def test_tensors_in_any_nesting(records: Any) -> None:
 def test_the_schema_never_comes_from_a_private_record() -> None:
     with pytest.raises(PrivateDataError, match="example="):
         PrivateData(Broken())._schema()
-    assert PrivateData(Broken(), example=EXAMPLE)._schema() == Schema.of_record(EXAMPLE)
-    assert PrivateData(Broken())._schema(EXAMPLE) == Schema.of_record(EXAMPLE)
+    expected = Schema.of_record(EXAMPLE).shapes
+    assert PrivateData(Broken(), example=EXAMPLE)._schema().shapes == expected
+    assert PrivateData(Broken())._schema(EXAMPLE).shapes == expected
 
 
 def test_synthetic_batches_have_the_schema() -> None:
     schema = Schema.of_record({"ids": torch.zeros(3, dtype=torch.long), "x": torch.zeros(2), "label": 1})
     batch = schema.synthetic(5)
-    assert Schema.of_batch(batch) == schema
-    assert set(batch["ids"].unique().tolist()) <= {0, 1}
+    assert Schema.of_columns(batch).shapes == schema.shapes
+    assert set(batch["ids"].flatten().tolist()) <= {0, 1}
+    assert batch["label"].tolist() == [1] * 5
+    assert batch["x"].std() > 0.1
+    probability = Schema.of_record(torch.tensor([0.0, 1.0, 0.3])).synthetic(50)
+    assert 0 <= float(probability.min()) <= float(probability.max()) <= 1
+
+
+def test_lists_and_mappings_are_read_as_tuples_and_dicts() -> None:
+    schema = Schema.of_record([torch.zeros(2), 1])
+    assert len(schema.conform((torch.ones(2), 0))) == 2
+    records, _ = PrivateData([(torch.full((2,), float(i)), i) for i in range(9)])._open()
+    assert records.size() == 9  # a list is a data set, not columns
+    assert records.fetch(slice(0, 9), schema)[1].tolist() == list(range(9))
 
 
 def test_loaders_and_streams_are_refused() -> None:
@@ -114,8 +128,17 @@ def test_loaders_and_streams_are_refused() -> None:
         PrivateData(3)
 
 
+def test_user_keys_are_compared_as_they_are() -> None:
+    for keys in ([1, "1", "x"], [2**53, 2**53 + 1, 0.5], torch.tensor([3, 1, 2])):
+        _, users = PrivateData(torch.arange(3), users=keys)._open()
+        assert users is not None
+        assert users.size() == 3
+    with pytest.raises(PrivateDataError, match="one user key"):
+        PrivateData(torch.arange(3), users=[1, 2])
+
+
 def test_users_are_grouped() -> None:
     _, users = PrivateData(torch.arange(6), users=["b", "a", "b", "c", "b", "a"])._open()
     assert users is not None
     assert users.size() == 3
-    assert [torch.cat(list(users.rows(u, 2))).tolist() for u in range(3)] == [[1, 5], [0, 2, 4], [3]]
+    assert [torch.cat(list(users.rows(u, 2))).tolist() for u in range(3)] == [[0, 2, 4], [1, 5], [3]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +108,9 @@ def test_division_is_by_the_declared_batch_not_the_real_one(tmp_path: Path) -> N
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
 @pytest.mark.parametrize("backend", ["vmap", "hooks", "ghost"])
 def test_micro_batches_and_backends_change_nothing(tmp_path: Path, size: int, backend: Any) -> None:
-    """Same draws, other micro-batches and backends: the clipped sum agrees to 1e-5 (ghost: to its margin, 2e-3)."""
+    """Same rows, other micro-batches and backends, half of the rows clipped: the sum agrees to 1e-5."""
     torch.manual_seed(0)
-    model, p = nn.Linear(6, 3), plan(sampling_rate=1.0, max_grad_norm=1e3, noise_multiplier=1e-6)
+    model, p = nn.Linear(6, 3), plan(sampling_rate=1.0, max_grad_norm=1.0, noise_multiplier=1e-6)
     found = []
     for folder, speed in (("a", Speed(backend="vmap")), ("b", Speed(backend=backend, micro_batch_size=size))):
         source = mechanism(tmp_path / folder, PrivateData(rows(20)), p, model, speed=speed, entropy=UnsafeSeed(0))
@@ -158,12 +160,46 @@ def test_releases_lie_on_the_grid_by_default(tmp_path: Path) -> None:
     assert torch.equal(out, out.round())
 
 
+class Drawing(Dataset[Any]):
+    """Augments with every generator there is."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.randn(6) + random.random() + np.random.rand(), 0  # noqa: NPY002
+
+
 def test_global_randomness_is_untouched(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3))
-    source = mechanism(tmp_path, PrivateData(rows(20)), plan(), model)
-    before = torch.get_rng_state()
+    source = mechanism(tmp_path, PrivateData(Drawing(), example=(torch.zeros(6), 0)), plan(sampling_rate=1.0), model)
+    before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())  # noqa: NPY002
     source.release()
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), repr(np.random.get_state()))  # noqa: NPY002
+
+
+def test_a_data_set_gives_the_sum_that_its_tensors_give(tmp_path: Path) -> None:
+    """Records as tuples, public example as a list (as collating makes it): nothing is dropped."""
+    model, (x, y) = nn.Linear(6, 3), rows(20)
+    p = plan(sampling_rate=1.0)
+    listed = mechanism(tmp_path / "a", PrivateData(list(zip(x, y, strict=True))), p, model, public_example=[x[0], y[0]])
+    tensors = mechanism(tmp_path / "b", PrivateData((x, y)), p, model)
+    a, b = (flatten(m._clipped_sum().tensors) for m in (listed, tensors))
+    assert float(a.norm()) > 0.1
+    torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_ledger_records_do_not_tell_how_long_a_batch_took(tmp_path: Path, bad: bool) -> None:
+    """The number of steps a record covers is fixed before any private row is read."""
+    private = PrivateData(Bad(bad), example=(torch.zeros(6), torch.tensor(0)))
+    source = mechanism(tmp_path, private, plan(steps=200, sampling_rate=1.0), nn.Linear(6, 3))
+    block = source._block
+    for _ in range(9):
+        source.release()
+    lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert {line["count"] for line in lines if line["type"] == "intent"} == {block}
 
 
 def test_fresh_noise_after_a_restart(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_mixing_modules_are_refused(mixer: nn.Module) -> None:
         with pytest.raises(UnsupportedLayer, match="batch_first"):
             probe(model, lambda m, b: m(b)[0].square().mean(1), torch.randn(4, 3))
         return
-    with pytest.raises(UnsupportedLayer, match=r"buffer|depends on another"):
+    with pytest.raises(UnsupportedLayer, match=r"past the noise|depends on another"):
         probe(model, loss, torch.randn(4, 3))
 
 
@@ -80,6 +80,35 @@ def test_the_message_says_how_to_mend_batch_norm() -> None:
         probe(model, loss, torch.randn(4, 3))
     model[1].eval()
     probe(model, loss, torch.randn(4, 3))
+
+
+def test_weights_that_a_forward_pass_changes_are_refused_and_restored() -> None:
+    """An embedding with max_norm renormalises exactly the rows that a record has: without noise, in the weights."""
+    embed = nn.Embedding(5, 2, max_norm=0.1)
+    before = embed.weight.detach().clone()
+    with pytest.raises(UnsupportedLayer, match="drop max_norm"):
+        probe(embed, loss, torch.randint(0, 2, (4, 3)))
+    assert torch.equal(embed.weight, before)
+
+
+class Backwards(nn.Module):
+    """Each row sees the rows after it: spoiling the first row alone would show nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(0).cumsum(0).flip(0)
+
+
+def test_mixing_in_either_direction_is_refused() -> None:
+    with pytest.raises(UnsupportedLayer, match="depends on another"):
+        probe(nn.Sequential(nn.Linear(3, 3), Backwards()), loss, torch.randn(4, 3))
+
+
+def test_losses_that_say_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"made-up.*example="):
+        probe(nn.Linear(3, 1), lambda m, b: (m(b) * torch.nan).squeeze(1), torch.randn(4, 3))
+    bce = torch.nn.functional.binary_cross_entropy
+    with pytest.raises(ConfigError, match=r"between 0 and 1.*example="):
+        probe(nn.Linear(3, 3), lambda m, b: bce(torch.sigmoid(m(b)), b, reduction="none").mean(1), torch.randn(4, 3))
 
 
 @pytest.mark.parametrize("reduce", [torch.mean, torch.sum, lambda x: x, lambda x: x.mean(1, keepdim=True)])

@@ -48,10 +48,10 @@ def test_dispersion_pairs_lags_and_ends() -> None:
         hit[s, draw(rows, q, entropy, chunk)] = True
     assert_binomial_dispersion(hit.sum(1), rows, q)
     assert_binomial_dispersion(hit.sum(0), steps, q)
-    pairs = int((hit[:, :-1] & hit[:, 1:]).sum())
-    assert two_sided(pairs, steps * (rows - 1), q * q) > 1e-12  # overlapping pairs: not quite binomial
-    lag = int((hit[:-1] & hit[1:]).sum())
-    assert two_sided(lag, (steps - 1) * rows, q * q) > 1e-12
+    pairs = int((hit[:, :-1:2] & hit[:, 1::2]).sum())  # disjoint pairs, so that the count is binomial
+    assert two_sided(pairs, steps * (rows // 2), q * q) > ALPHA
+    lag = int((hit[:-1:2] & hit[1::2]).sum())
+    assert two_sided(lag, steps // 2 * rows, q * q) > ALPHA
     for row in (0, 1, chunk - 1, chunk, rows - 2, rows - 1):
         assert two_sided(int(hit[:, row].sum()), steps, q) > ALPHA
 
@@ -67,11 +67,18 @@ def assert_binomial_dispersion(counts: np.ndarray, n: int, q: float) -> None:
     assert max(p[1:]) < ALPHA
 
 
-def test_cyclic_batches_would_be_rejected() -> None:
-    """The dispersion test has teeth: fixed-size batches that cycle through the rows fail it."""
-    counts = np.full(500, 1000)
-    statistic = float(((counts - 1000.0) ** 2).sum())
-    assert stats.chi2.cdf(statistic, 500) < ALPHA
+@pytest.mark.parametrize("wrong", ["cyclic", "fixed size", "sticky"])
+def test_the_dispersion_test_has_teeth(wrong: str) -> None:
+    """Batches that cycle through the rows, shuffled batches of one size, and a repeated draw all fail it."""
+    rng, steps, rows, q = np.random.default_rng(0), 2000, 500, 0.05
+    hit = np.zeros((steps, rows), dtype=bool)
+    once = rng.random(rows) < q
+    for s in range(steps):
+        size = int(q * rows)
+        chosen = {"cyclic": np.arange(s * size, (s + 1) * size) % rows, "fixed size": rng.permutation(rows)[:size]}
+        hit[s, chosen.get(wrong, np.flatnonzero(once))] = True
+    with pytest.raises(AssertionError):
+        assert_binomial_dispersion(hit.sum(0 if wrong == "sticky" else 1), steps if wrong == "sticky" else rows, q)
 
 
 def test_two_shards_are_one_poisson_sample() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfsilver._random import own_randomness
 from halfsilver._tensors import Batch, LossFn, batch_rows, trainable
 from halfsilver.errors import require
-from halfsilver.mirror.rows import PublicRows, derive_seed, own_randomness
+from halfsilver.mirror.rows import PublicRows, derive_seed
 
 
 @dataclass(frozen=True, kw_only=True)

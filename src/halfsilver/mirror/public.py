@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from halfsilver._random import own_randomness
 from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, flatten, trainable
 from halfsilver.errors import ConfigError, require
-from halfsilver.mirror.rows import PublicRows, derive_seed, floating, own_randomness
+from halfsilver.mirror.rows import PublicRows, derive_seed, floating
 
 Part = Callable[[Tensor, Tensors], Tensors]  # (share of the loss, parameters) -> terms to be summed
 _HESSIAN_ROWS_AT_ONCE = 64

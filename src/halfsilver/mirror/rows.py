@@ -1,14 +1,10 @@
-"""Public rows by index, and randomness that is private to the public branch."""
+"""Public rows by index, and seeds for the public branch."""
 
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -51,6 +47,10 @@ class PublicRows:
 
         return map_batch(moved, self._take(index))
 
+    def example(self) -> Any:
+        """One record as the data set gives it, for its shapes."""
+        return self._dataset[0] if self._tensors is None else map_batch(lambda t: t[0], self._tensors)
+
     def _take(self, index: slice | Tensor) -> Batch:
         if self._tensors is not None:
             return map_batch(lambda t: t[index.to(t.device) if isinstance(index, Tensor) else index], self._tensors)
@@ -79,31 +79,3 @@ def derive_seed(*parts: object) -> int:
     True
     """
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
-
-
-@contextmanager
-def own_randomness(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Run the body on generators seeded by `seed`, and put every global generator back afterwards.
-
-    What the private pass did to the generators can therefore not reach the public branch, nor the other
-    way round. Python's and NumPy's generators are included: transforms of images often use them.
-    """
-    cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(devices=cuda):
-            _seed_all(seed, cuda)
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-
-
-def _seed_all(seed: int, cuda: Sequence[int]) -> None:
-    # torch.manual_seed would also seed devices that fork_rng does not restore.
-    torch.default_generator.manual_seed(seed)
-    for index in cuda:
-        with torch.cuda.device(index):
-            torch.cuda.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002

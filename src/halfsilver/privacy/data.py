@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, ClassVar, NoReturn, Protocol, final
 
 import numpy as np
 import torch
@@ -15,17 +15,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from halfsilver._tensors import Batch, batch_rows, map_batch
+from halfsilver._tensors import Batch, batch_rows, take_rows
 from halfsilver.errors import PrivateDataError
+from halfsilver.privacy.schema import Schema
 
 Indices = Tensor | slice
+Keys = Sequence[Any] | Tensor | np.ndarray[Any, Any]
 
 
 @final
 class PrivateData:
     """An opaque handle on private records.
 
-    `records` is a map-style data set (``__len__`` and ``__getitem__``), or tensors with the example on dimension 0.
+    `records` is a map-style data set (``__len__`` and ``__getitem__``; a list of records is one), or a tensor, or a
+    tuple or dict of tensors, with the example on dimension 0.
     `users` names the person behind each record, for plans with ``unit="user"``. `example` is one made-up record that
     shows the shapes and dtypes; it is needed where neither tensors nor a public data set show them.
 
@@ -39,14 +42,23 @@ class PrivateData:
         self,
         records: Any,
         *,
-        users: Sequence[Any] | Tensor | np.ndarray[Any, Any] | None = None,
+        users: Keys | None = None,
         example: Any = None,
     ) -> None:
         if isinstance(records, PrivateData):
             raise PrivateDataError("This is a PrivateData handle already; pass it on as it is.")
         self.__records = _as_records(records)
         self.__users = None if users is None else _Users.from_keys(users)
+        if users is not None and len(users) != self.__records.size():
+            raise PrivateDataError("Expected one user key for each private record.")
         self.__example = example
+
+    @classmethod
+    def of(cls, records: Records) -> PrivateData:
+        """A handle on records of another kind, which a module of `halfsilver.privacy` knows how to read."""
+        handle = cls(())
+        handle.__records = records
+        return handle
 
     def __repr__(self) -> str:
         return "PrivateData(<opaque>)"
@@ -83,55 +95,14 @@ class PrivateData:
         return {"not_private": True, "looked_at": size, "unusable": reasons}
 
 
-@dataclass(frozen=True)
-class Schema:
-    """Structure, shapes and dtypes of one record: all that is assumed to be public about it."""
-
-    leaves: tuple[tuple[torch.Size, torch.dtype], ...]
-    structure: Any
-
-    @classmethod
-    def of_record(cls, record: Any) -> Schema:
-        leaves, structure = pytree.tree_flatten(record)
-        tensors = [torch.as_tensor(x) for x in leaves]
-        return cls(tuple((t.shape, t.dtype) for t in tensors), structure)
-
-    @classmethod
-    def of_batch(cls, batch: Batch) -> Schema:
-        return cls.of_record(map_batch(lambda t: t[0] if len(t) else t.new_zeros(t.shape[1:]), batch))
-
-    def conform(self, record: Any) -> list[Tensor]:
-        """The record's tensors in the schema's dtypes; ValueError where structure or shape differ."""
-        leaves, structure = pytree.tree_flatten(record)
-        if structure != self.structure:
-            raise ValueError("structure")
-        tensors = [torch.as_tensor(x).to(d) for x, (_, d) in zip(leaves, self.leaves, strict=True)]
-        if any(t.shape != shape for t, (shape, _) in zip(tensors, self.leaves, strict=True)):
-            raise ValueError("shape")
-        return tensors
-
-    def stack(self, records: Sequence[list[Tensor]]) -> Batch:
-        columns = [
-            torch.stack([r[k] for r in records]) if records else torch.empty((0, *shape), dtype=dtype)
-            for k, (shape, dtype) in enumerate(self.leaves)
-        ]
-        return pytree.tree_unflatten(columns, self.structure)
-
-    def synthetic(self, rows: int, seed: int = 0) -> Batch:
-        """A made-up batch: normal floats, integers 0 or 1 (valid as class, token or mask)."""
-        generator = torch.Generator().manual_seed(seed)
-
-        def column(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            if dtype.is_floating_point:
-                return torch.randn((rows, *shape), generator=generator).to(dtype)
-            return torch.randint(0, 2, (rows, *shape), generator=generator).to(dtype)
-
-        return pytree.tree_unflatten([column(s, d) for s, d in self.leaves], self.structure)
-
-
 class Records(Protocol):
-    """Private rows inside the boundary."""
+    """Private rows inside the boundary.
 
+    `fixed_shape` says that every batch is padded to one shape; without it the backend must compute row by row.
+    """
+
+    @property
+    def fixed_shape(self) -> bool: ...
     def size(self) -> int: ...
     def schema(self) -> Schema | None: ...
     def fetch(self, indices: Indices, schema: Schema) -> Batch: ...
@@ -141,24 +112,25 @@ class Records(Protocol):
 @dataclass(frozen=True)
 class _TensorRecords:
     batch: Batch
+    fixed_shape: ClassVar[bool] = True
 
     def size(self) -> int:
         return batch_rows(self.batch)
 
     def schema(self) -> Schema | None:
-        """From the tensors' own metadata: no row is read, and no row could change it."""
-        return Schema.of_batch(map_batch(lambda t: t[:0], self.batch))
+        return Schema.of_columns(self.batch)
 
     def fetch(self, indices: Indices, schema: Schema) -> Batch:
-        return map_batch(lambda t: t[indices], self.batch)
+        return take_rows(self.batch, indices)
 
     def problem(self, index: int, schema: Schema) -> str:
-        return "" if self.schema() == schema else "shape"
+        return "" if Schema.of_columns(self.batch).shapes == schema.shapes else "shape"
 
 
 @dataclass(frozen=True)
 class _DatasetRecords:
     dataset: Any
+    fixed_shape: ClassVar[bool] = True
 
     def size(self) -> int:
         return len(self.dataset)
@@ -192,11 +164,10 @@ class _Users:
     offsets: Tensor
 
     @classmethod
-    def from_keys(cls, keys: Sequence[Any] | Tensor | np.ndarray[Any, Any]) -> _Users:
-        _, inverse = np.unique(np.asarray(keys), return_inverse=True)
-        counts = np.bincount(inverse)
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        return cls(torch.from_numpy(np.argsort(inverse, kind="stable")), torch.from_numpy(offsets))
+    def from_keys(cls, keys: Keys) -> _Users:
+        numbers = _numbered(keys)
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(numbers))])
+        return cls(torch.from_numpy(np.argsort(numbers, kind="stable")), torch.from_numpy(offsets))
 
     def size(self) -> int:
         return len(self.offsets) - 1
@@ -204,6 +175,14 @@ class _Users:
     def rows(self, user: int, chunk: int) -> Iterator[Tensor]:
         start, stop = int(self.offsets[user]), int(self.offsets[user + 1])
         return (self.order[i : min(i + chunk, stop)] for i in range(start, stop, chunk))
+
+
+def _numbered(keys: Keys) -> np.ndarray[Any, Any]:
+    """0, 1, 2 ... for each distinct key. Python keys are compared as they are: as an array 1 and "1" would merge."""
+    if isinstance(keys, Tensor | np.ndarray):
+        return np.unique(np.asarray(keys), return_inverse=True)[1]
+    seen: dict[Any, int] = {}
+    return np.fromiter((seen.setdefault(key, len(seen)) for key in keys), dtype=np.int64)
 
 
 def _as_records(records: Any) -> Records:
@@ -218,8 +197,8 @@ def _as_records(records: Any) -> Records:
         )
     if isinstance(records, TensorDataset):
         return _TensorRecords(records.tensors)
-    leaves = pytree.tree_leaves(records)
-    if leaves and all(isinstance(leaf, Tensor) for leaf in leaves):
+    leaves = pytree.tree_leaves(records) if isinstance(records, Tensor | tuple | dict) else []
+    if leaves and all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
         if len({len(leaf) for leaf in leaves}) != 1:
             raise PrivateDataError("The tensors of a private data set must have the same number of rows.")
         return _TensorRecords(records)

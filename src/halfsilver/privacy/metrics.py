@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from halfsilver._tensors import LossFn, batch_rows, map_batch, trainable
@@ -9,10 +11,12 @@ from halfsilver.privacy.data import PrivateData
 
 
 @torch.no_grad()
-def mean_not_private(private: PrivateData, metric: LossFn, model: torch.nn.Module, rows: int = 512) -> float:
+def mean_not_private(
+    private: PrivateData, metric: LossFn, model: torch.nn.Module, example: Any = None, rows: int = 512
+) -> float:
     """Mean of `metric` over all readable private rows, in the clear: outside the guarantee."""
     records, _ = private._open()
-    schema = private._schema()
+    schema = private._schema(example)
     device = trainable(model)[0].device
     total, count = 0.0, 0
     for start in range(0, records.size(), rows):

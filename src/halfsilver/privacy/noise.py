@@ -63,7 +63,10 @@ def add_noise(
 
 
 def _on_grid(total: Tensor, g: float) -> Tensor:
-    """Nearest multiples of g. Clamping to the exact range is 1-Lipschitz, so it cannot raise the sensitivity."""
+    """Nearest multiples of g. Clamping to the exact range is 1-Lipschitz, so it cannot raise the sensitivity.
+
+    The mechanism passes finite sums only; a NaN from elsewhere becomes 0, because to publish it would tell more.
+    """
     limit = 2.0**52 * g
     return round_to(torch.nan_to_num(total.double(), nan=0.0, posinf=limit, neginf=-limit).clamp_(-limit, limit), g)
 

@@ -6,15 +6,18 @@ A new backend is one new file and one line in `BACKENDS`. Options here can chang
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from halfsilver._tensors import Batch, LossFn, trainable
 from halfsilver.errors import ConfigError, HalfsilverError, UnsupportedLayer, require
-from halfsilver.privacy.gradients.base import ClippedSum, GradientBackend
+from halfsilver.privacy.gradients.base import ClippedSum, GradientBackend, row_norms
 from halfsilver.privacy.gradients.ghost import OpacusGhost
 from halfsilver.privacy.gradients.hooks import OpacusHooks
 from halfsilver.privacy.gradients.vmap import Vmap
@@ -37,7 +40,8 @@ _MATERIALISED = 2**27
 class Speed:
     """Options that change speed and memory only: no value here can weaken the guarantee.
 
-    `micro_batch_size` bounds how many examples are in memory at once; a logical batch may be any size.
+    `micro_batch_size` bounds how many examples are in memory at once; a logical batch may be any size. A `backend`
+    that is named is checked against the oracle; one that is given as an object is trusted to keep its contract.
     """
 
     backend: BackendName | GradientBackend = "auto"
@@ -48,12 +52,16 @@ class Speed:
         require(size is None or size >= 1, "micro_batch_size", size, ">= 1 or None")
 
 
-def rows_at_once(speed: Speed, model: torch.nn.Module) -> int:
-    """The micro-batch: as asked for, or as many rows as materialised gradients leave room for."""
+def rows_at_once(speed: Speed, model: torch.nn.Module, expected_batch_size: float) -> int:
+    """The one shape of all private batches: as asked for, or an eighth of the expected batch if memory allows.
+
+    Every batch is padded to it, so that larger pieces would mean more padding.
+    """
     if speed.micro_batch_size is not None:
         return speed.micro_batch_size
+    eighth = 16 * math.ceil(expected_batch_size / (8 * 16))
     parameters = sum(p.numel() for p in trainable(model))
-    return max(1, min(512, _MATERIALISED // max(parameters, 1)))
+    return max(1, min(eighth, 512, _MATERIALISED // max(parameters, 1)))
 
 
 def make_backend(speed: Speed, model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> GradientBackend:
@@ -77,23 +85,50 @@ def _first_that_works(model: torch.nn.Module, loss_fn: LossFn, example: Batch) -
 
 
 def _checked(name: str, model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> GradientBackend:
-    """Hold a backend against one-example-at-a-time gradients: hooks can miss a parameter without a word."""
+    """Hold a backend against one-example-at-a-time gradients: hooks can miss a parameter without a word.
+
+    Without dropout, and at a clip norm that every made-up example exceeds: a wrong norm shows only where it clips.
+    """
     backend = BACKENDS[name](model, loss_fn, example)
-    try:
-        found = backend.clipped_sum(example, 1.0)
-    except (RuntimeError, ValueError, AttributeError, NotImplementedError, TypeError, UserWarning) as error:
-        raise UnsupportedLayer(f"backend={name!r} cannot train this model ({error}). Use backend='vmap'.") from error
-    if not isinstance(backend, Vmap) and not _uses_randomness(model):
-        expected = Vmap(model, loss_fn, example).clipped_sum(example, 1.0)
-        if not all(_close(a, b) for a, b in zip(found.tensors, expected.tensors, strict=True)):
+    with _no_dropout(model):
+        oracle = Vmap(model, loss_fn, example)
+        norms = row_norms(oracle.per_example(example))
+        if not (torch.isfinite(norms) & (norms > 0)).all():
+            raise ConfigError(
+                f"Made-up examples have gradients of norm {norms.tolist()}, on which no backend can be checked. "
+                "Give a made-up record that is more like yours: PrivateData(..., example=...)."
+            )
+        clip = 0.5 * float(norms.min())
+        try:
+            found = backend.clipped_sum(example, clip)
+        except (RuntimeError, ValueError, AttributeError, NotImplementedError, TypeError, UserWarning) as error:
+            raise UnsupportedLayer(
+                f"backend={name!r} cannot train this model ({error}). Use backend='vmap'."
+            ) from error
+        expected = oracle.clipped_sum(example, clip)
+        if not all(_close(a, b, clip) for a, b in zip(found.tensors, expected.tensors, strict=True)):
             raise UnsupportedLayer(f"backend={name!r} computes wrong gradients for this model. Use backend='vmap'.")
     return backend
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    scale = float(b.abs().max()) if b.numel() else 0.0
-    return torch.allclose(a, b, rtol=2e-2, atol=2e-2 * scale + 1e-6)
+def _close(a: Tensor, b: Tensor, clip: float) -> bool:
+    return float((a - b).norm()) <= 2e-2 * clip
 
 
-def _uses_randomness(model: torch.nn.Module) -> bool:
-    return any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.training and m.p > 0 for m in model.modules())
+@contextmanager
+def _no_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Dropout off wherever a module has it as an option; modules stay in training mode, which Opacus's hooks need."""
+    names = {module: name for module in model.modules() for name in ("p", "dropout") if _is_rate(module, name)}
+    rates = {module: getattr(module, name) for module, name in names.items()}
+    try:
+        for module, name in names.items():
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name in names.items():
+            setattr(module, name, rates[module])
+
+
+def _is_rate(module: torch.nn.Module, name: str) -> bool:
+    kinds = (torch.nn.modules.dropout._DropoutNd, torch.nn.RNNBase, torch.nn.MultiheadAttention)
+    return isinstance(module, kinds) and isinstance(getattr(module, name, None), float)

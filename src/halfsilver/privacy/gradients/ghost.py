@@ -14,8 +14,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from halfsilver._tensors import Batch, LossFn, batch_rows, map_batch, take_rows, trainable
+from halfsilver._random import own_randomness
+from halfsilver._tensors import Batch, LossFn, batch_leaves, batch_rows, take_rows, trainable
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients.base import (
     ClippedSum,
@@ -39,7 +41,7 @@ class OpacusGhost:
     name = "ghost"
 
     def __init__(self, model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> None:
-        self._model, self._loss_fn = model, loss_fn
+        self._model, self._loss_fn, self._example = model, loss_fn, example
         for p in trainable(model):
             require_weighable(p.dtype, self.name)
         with attached(model, "GradSampleHooksFastGradientClipping") as hooks:
@@ -51,28 +53,34 @@ class OpacusGhost:
                     f"No ghost norms for {type(module).__name__} at {name!r}. Use backend='hooks' or 'vmap'."
                 )
 
-    def clipped_sum(self, batch: Batch, max_grad_norm: float) -> ClippedSum:
+    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
         params = trainable(self._model)
-        total, rows = ClippedSum.zeros(params, max_grad_norm), summable_rows(params[0].dtype)
-        for start in range(0, batch_rows(batch), rows):
-            part = take_rows(batch, slice(start, start + rows))
+        total, size = ClippedSum.zeros(params, max_grad_norm), summable_rows(params[0].dtype)
+        for start in range(0, batch_rows(batch) if rows is None else rows, size):
+            part = take_rows(batch, slice(start, start + size))
             with torch.enable_grad(), quiet():
-                total.add_(self._part(part, max_grad_norm))
+                total.add_(self._part(part, max_grad_norm, None if rows is None else rows - start))
         return total
 
-    def _part(self, batch: Batch, max_grad_norm: float) -> ClippedSum:
+    def _part(self, batch: Batch, max_grad_norm: float, rows: int | None) -> ClippedSum:
         params = trainable(self._model)
-        rng = torch.get_rng_state()
-        norms, losses = self._norms(batch)
         dtype = params[0].dtype
-        factors = clip_factors(norms, max_grad_norm, margin(dtype, summable_rows(dtype)))
-        if not (factors > 0).all():  # rows that must not enter the graph at all, because 0 * NaN is NaN
-            torch.set_rng_state(rng)
-            batch = map_batch(lambda t: torch.where(_like(factors > 0, t), t, torch.zeros_like(t)), batch)
-            losses = self._loss_fn(self._model, batch)
+        seed = int(torch.randint(2**62, ()))  # for dropout: the second pass must draw the masks of the first
+        with own_randomness(seed, [params[0].device]):
+            norms, losses = self._norms(batch)
+        factors = clip_factors(norms, max_grad_norm, margin(dtype, summable_rows(dtype)), rows)
+        if not torch.isfinite(norms).all():  # rows that must not enter the graph at all, because 0 * NaN is NaN
+            with own_randomness(seed, [params[0].device]):
+                losses = self._loss_fn(self._model, self._without(batch, ~torch.isfinite(norms)))
         weighted = (losses * factors.to(losses.dtype)).sum()
         grads = torch.autograd.grad(weighted, params, allow_unused=True, materialize_grads=True)
         return ClippedSum([g.double() for g in grads], max_grad_norm)
+
+    def _without(self, batch: Batch, bad: Tensor) -> Batch:
+        """The batch with a made-up example, which is known to have a gradient, in place of each bad one."""
+        columns = zip(batch_leaves(batch), batch_leaves(self._example), strict=True)
+        mended = [torch.where(_like(bad, t), e[:1], t) for t, e in columns]
+        return pytree.tree_unflatten(mended, pytree.tree_structure(batch))
 
     def _norms(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with attached(self._model, "GradSampleHooksFastGradientClipping") as hooks:

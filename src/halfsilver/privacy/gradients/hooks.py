@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfsilver._tensors import Batch, LossFn, Tensors, trainable
-from halfsilver.errors import MissingExtra
+from halfsilver.errors import MissingExtra, UnsupportedLayer
 from halfsilver.privacy.gradients.base import ClippedSum, clip_and_sum
 
 
@@ -24,8 +24,8 @@ class OpacusHooks:
     def __init__(self, model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> None:
         self._model, self._loss_fn = model, loss_fn
 
-    def clipped_sum(self, batch: Batch, max_grad_norm: float) -> ClippedSum:
-        return clip_and_sum(self.per_example(batch), max_grad_norm)
+    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+        return clip_and_sum(self.per_example(batch), max_grad_norm, rows)
 
     def per_example(self, batch: Batch) -> Tensors:
         with attached(self._model, "GradSampleHooks"), torch.enable_grad():
@@ -86,4 +86,9 @@ def _take(p: Any, rows: int) -> Tensor:
         found = torch.stack(found).sum(0)
     if not isinstance(found, Tensor):
         return torch.zeros((rows, *p.shape), dtype=p.dtype, device=p.device)
+    if len(found) != rows:  # a layer saw something else on dimension 0, and would be clipped in parts
+        raise UnsupportedLayer(
+            f"Opacus found {len(found)} examples in a batch of {rows}: the model folds another dimension into the "
+            "batch. Use backend='vmap'."
+        )
     return found.detach()

@@ -6,13 +6,16 @@ The gradient of example i is r_i * x_i, with r_i the derivative of its loss by i
 
 from __future__ import annotations
 
-from typing import Literal, final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from halfsilver._tensors import Batch
 from halfsilver.errors import UnsupportedLayer
+from halfsilver.privacy.data import Indices
 from halfsilver.privacy.gradients.base import (
     ClippedSum,
     clip_factors,
@@ -20,7 +23,9 @@ from halfsilver.privacy.gradients.base import (
     measurable,
     require_weighable,
     summable_rows,
+    weighted_rows,
 )
+from halfsilver.privacy.schema import Schema
 
 Link = Literal["squared", "logistic"]
 
@@ -32,7 +37,10 @@ def with_row_norms(features: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Te
 
 @final
 class LinearModel:
-    """Clipped gradient sums of ``torch.nn.Linear(p, 1, bias=False)`` under squared or logistic loss."""
+    """Clipped gradient sums of ``torch.nn.Linear(p, 1, bias=False)`` under squared or logistic loss.
+
+    `x` is dense or a sparse CSR tensor; a sparse one must be float64, because its product sums over all rows at once.
+    """
 
     name = "linear"
 
@@ -45,25 +53,65 @@ class LinearModel:
         self._model: torch.nn.Linear = model
         self._link: Link = link
 
-    def clipped_sum(self, batch: Batch, max_grad_norm: float) -> ClippedSum:
-        x, y, norms = batch
-        total = ClippedSum.zeros([self._model.weight], max_grad_norm)
-        rows = summable_rows(x.dtype)
-        tau = margin(x.dtype, rows)
-        for i in range(0, len(x), rows):
-            part = slice(i, i + rows)
-            total.tensors[0].add_(self._part(x[part], y[part], norms[part], max_grad_norm, tau))
-        return total
-
     @torch.no_grad()
-    def _part(self, x: Tensor, y: Tensor, norms: Tensor, max_grad_norm: float, tau: float) -> Tensor:
-        residual = self._residual((x @ self._model.weight.T).squeeze(1), y)
-        factors = clip_factors(measurable(measurable(norms) * residual.double().abs()), max_grad_norm, tau)
-        good = factors > 0
-        weights = torch.where(good, residual.double() * factors, 0.0).to(x.dtype)
-        if not good.all():  # 0 * NaN is NaN, also inside a matrix product
-            x = torch.where(good[:, None], x, 0.0)
-        return (weights @ x).double()[None]
+    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+        x, y, norms = batch
+        residual = self._residual(_predictions(x, self._model.weight[0]), y).double()
+        tau = margin(x.dtype, summable_rows(x.dtype))
+        factors = clip_factors(measurable(measurable(norms) * residual.abs()), max_grad_norm, tau, rows)
+        weights = torch.where(factors > 0, residual * factors, 0.0)
+        return ClippedSum([_sum_of_rows(weights, x)[None]], max_grad_norm)
 
     def _residual(self, prediction: Tensor, y: Tensor) -> Tensor:
         return (torch.sigmoid(prediction) if self._link == "logistic" else prediction) - y
+
+
+def _predictions(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight. A sparse row is added up by itself, in its own order, whatever the other rows are."""
+    if x.layout != torch.sparse_csr:
+        return x @ weight
+    row = torch.repeat_interleave(torch.arange(len(x)), x.crow_indices().diff())
+    return torch.zeros(len(x), dtype=x.dtype).index_add_(0, row, x.values() * weight[x.col_indices()])
+
+
+def _sum_of_rows(weights: Tensor, x: Tensor) -> Tensor:
+    if x.layout != torch.sparse_csr:
+        return weighted_rows(weights, x)
+    spread = torch.repeat_interleave(weights, x.crow_indices().diff())
+    return torch.zeros(x.shape[1], dtype=torch.float64).index_add_(0, x.col_indices(), x.values() * spread)
+
+
+@dataclass(frozen=True)
+class SparseRecords:
+    """Private rows of a SciPy CSR matrix, with targets and row norms; for `PrivateData.of`.
+
+    A row with a NaN or an infinite entry becomes empty with an infinite norm, so that it contributes zero.
+    """
+
+    matrix: Any
+    columns: tuple[Tensor, Tensor]
+    fixed_shape: ClassVar[bool] = False
+
+    @classmethod
+    def make(cls, matrix: Any, target: Tensor) -> SparseRecords:
+        matrix = matrix.tocsr().astype(np.float64)
+        norms = np.sqrt(np.asarray(matrix.multiply(matrix).sum(axis=1)).ravel())
+        matrix.data[~np.isfinite(matrix.data)] = 0.0
+        return cls(matrix, (target, torch.from_numpy(np.where(np.isfinite(norms), norms, np.inf))))
+
+    def size(self) -> int:
+        return int(self.matrix.shape[0])
+
+    def schema(self) -> Schema:
+        return Schema.of_record((torch.zeros(self.matrix.shape[1], dtype=torch.float64), 0.0, 0.0))
+
+    def fetch(self, indices: Indices, schema: Schema) -> Batch:
+        everything = isinstance(indices, slice) and indices == slice(0, self.size())
+        rows = self.matrix if everything else self.matrix[indices if isinstance(indices, slice) else indices.numpy()]
+        x = torch.sparse_csr_tensor(
+            torch.from_numpy(rows.indptr), torch.from_numpy(rows.indices), torch.from_numpy(rows.data), rows.shape
+        )
+        return (x, *(c[indices] for c in self.columns))
+
+    def problem(self, index: int, schema: Schema) -> str:
+        return "" if torch.isfinite(self.columns[1][index]) else "not finite"

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import Batch, LossFn, batch_leaves, batch_rows, map_batch
+from halfsilver._random import own_randomness
+from halfsilver._tensors import Batch, LossFn, batch_rows, map_batch
 from halfsilver.errors import ConfigError, UnsupportedLayer
 
 PROBE_ROWS = 4
@@ -17,27 +18,40 @@ _MIXERS = (torch.nn.modules.batchnorm._BatchNorm,)
 
 
 def probe(model: torch.nn.Module, loss_fn: LossFn, batch: Batch) -> None:
-    """Check that losses come one per example, that no example sees another, and that no buffer changes.
+    """Check that losses come one per example, that no example sees another, and that a forward pass changes nothing.
 
-    `batch` holds `PROBE_ROWS` made-up or public examples. Modes and buffers of the model are as before afterwards.
+    `batch` holds `PROBE_ROWS` made-up examples. Parameters, buffers and generators are as before afterwards.
     """
     with _untouched(model), torch.no_grad():
-        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        before = {name: t.clone() for name, t in _tensors(model)}
         losses = _losses(model, loss_fn, batch)
         _check_shape(losses, batch)
-        _check_buffers(model, buffers)
-        for other in (_spoil_first(batch), _swap_first(batch)):
-            changed = _losses(model, loss_fn, other)
-            if not torch.allclose(losses[1:], changed[1:], rtol=1e-3, atol=1e-5, equal_nan=True):
-                raise UnsupportedLayer(
-                    "The loss of one example depends on another example of its batch, so a clipped gradient would not "
-                    f"bound anyone's influence.{_advice(model)}"
-                )
+        _check_unchanged(model, before)
+        if not torch.isfinite(losses).all():
+            raise ConfigError(
+                f"The losses of made-up examples are {losses.tolist()}. Give a made-up record that is more like yours: "
+                "PrivateData(..., example=...)."
+            )
+        for row in (0, len(losses) - 1):
+            others = torch.arange(len(losses)) != row
+            for changed in (_spoil(batch, row), _swap(batch, row)):
+                after = _losses(model, loss_fn, changed)
+                if not torch.allclose(losses[others], after[others], rtol=1e-3, atol=1e-5):
+                    raise UnsupportedLayer(
+                        "The loss of one example depends on another example of its batch, so a clipped gradient would "
+                        f"not bound anyone's influence.{_advice(model)}"
+                    )
 
 
 def _losses(model: torch.nn.Module, loss_fn: LossFn, batch: Batch) -> Tensor:
     torch.manual_seed(0)  # dropout must draw the same masks in each of the passes that are compared
-    return loss_fn(model, batch)
+    try:
+        return loss_fn(model, batch)
+    except Exception as error:
+        raise ConfigError(
+            f"loss_fn(model, batch) fails on made-up examples: {error!r}. If they are not valid input for your model, "
+            "give one that is: PrivateData(..., example=...)."
+        ) from error
 
 
 def _check_shape(losses: Tensor, batch: Batch) -> None:
@@ -50,12 +64,11 @@ def _check_shape(losses: Tensor, batch: Batch) -> None:
         )
 
 
-def _check_buffers(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
-    for name, buffer in model.named_buffers():
-        if not torch.equal(buffer, before[name]):
+def _check_unchanged(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
+    for name, t in _tensors(model):
+        if not torch.equal(t, before[name]):
             raise UnsupportedLayer(
-                f"The forward pass changes the buffer {name!r}, which would carry private data past the noise."
-                f"{_advice(model)}"
+                f"The forward pass changes {name!r}, which would carry private data past the noise.{_advice(model)}"
             )
 
 
@@ -66,32 +79,39 @@ def _advice(model: torch.nn.Module) -> str:
                 f" {type(module).__name__} at {name!r} does this: replace it by GroupNorm or LayerNorm, "
                 "or freeze it after public pretraining by calling its .eval()."
             )
+        if getattr(module, "max_norm", None) is not None:
+            return f" {type(module).__name__} at {name!r} renormalises its weights as it reads them: drop max_norm."
     return " Look for operations over dimension 0, or for an LSTM without batch_first=True."
 
 
-def _spoil_first(batch: Batch) -> Batch:
-    """NaN in the first example: any arithmetic that reaches another example carries it along."""
-    return map_batch(lambda t: _with_first(t, torch.nan) if t.dtype.is_floating_point else t, batch)
+def _spoil(batch: Batch, row: int) -> Batch:
+    """NaN in one example: any arithmetic that reaches another example carries it along."""
+    return map_batch(lambda t: _with_row(t, row, torch.nan) if t.dtype.is_floating_point else t, batch)
 
 
-def _swap_first(batch: Batch) -> Batch:
-    """Another first example of the same kind; the only test there is for integer input."""
-    return map_batch(lambda t: _with_first(t, -3 * t[0] if t.dtype.is_floating_point else t[0] != 1), batch)
+def _swap(batch: Batch, row: int) -> Batch:
+    """Another example of the same kind in one row; the only test there is for integer input."""
+    return map_batch(lambda t: _with_row(t, row, 0.5 * t[row] if t.dtype.is_floating_point else t[row] != 1), batch)
 
 
-def _with_first(t: Tensor, value: Tensor | float) -> Tensor:
+def _with_row(t: Tensor, row: int, value: Tensor | float) -> Tensor:
     changed = t.clone()
-    changed[0] = value
+    changed[row] = value
     return changed
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 @contextmanager
 def _untouched(model: torch.nn.Module) -> Iterator[None]:
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    devices = {b.device for b in batch_leaves(list(model.parameters())) if b.device.type == "cuda"}
+    before = {name: t.detach().clone() for name, t in _tensors(model)}
     try:
-        with torch.random.fork_rng(devices=list(devices)):
+        with own_randomness(0, [p.device for p in model.parameters()]):
             yield
     finally:
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+        with torch.no_grad():
+            for name, t in _tensors(model):
+                t.copy_(before[name])

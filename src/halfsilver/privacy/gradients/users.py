@@ -17,8 +17,9 @@ def clipped_user_gradient(
     """The clipped sum of the gradients of all records of one user, who has as much influence as one example has."""
     params = trainable(model)
     total = [torch.zeros_like(p, dtype=torch.float64) for p in params]
-    for batch in batches:
-        _accumulate(total, params, loss_fn(model, batch).sum())
+    with torch.enable_grad():
+        for batch in batches:
+            _accumulate(total, params, loss_fn(model, batch).sum())
     return clip_and_sum([t[None] for t in total], max_grad_norm)
 
 

@@ -28,8 +28,8 @@ class Vmap:
         self._loss_of_one = _loss_of_one(model, loss_fn)
         self._per_example = self._choose(example)
 
-    def clipped_sum(self, batch: Batch, max_grad_norm: float) -> ClippedSum:
-        return clip_and_sum(self.per_example(batch), max_grad_norm)
+    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+        return clip_and_sum(self.per_example(batch), max_grad_norm, rows)
 
     def per_example(self, batch: Batch) -> Tensors:
         """One gradient per example and trainable parameter, [B, *shape] each."""

@@ -1,0 +1,84 @@
+"""What is public about a private record: its structure, shapes and dtypes, and one made-up example of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from halfsilver._tensors import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class Schema:
+    """One made-up record, flattened; every private record must have its structure and shapes."""
+
+    leaves: tuple[Tensor, ...]
+    structure: Any
+
+    @classmethod
+    def of_record(cls, record: Any) -> Schema:
+        leaves, structure = _flatten(record)
+        return cls(tuple(torch.as_tensor(x) for x in leaves), structure)
+
+    @classmethod
+    def of_columns(cls, columns: Batch) -> Schema:
+        """From the metadata of tensors with one row per record: no row is read, and no row could change it."""
+        leaves, structure = _flatten(columns)
+        return cls(tuple(torch.zeros(t.shape[1:], dtype=t.dtype) for t in leaves), structure)
+
+    @property
+    def shapes(self) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+        return tuple((t.shape, t.dtype) for t in self.leaves)
+
+    def conform(self, record: Any) -> list[Tensor]:
+        """The record's tensors in the schema's dtypes; ValueError where structure or shape differ."""
+        leaves, structure = _flatten(record)
+        if structure != self.structure:
+            raise ValueError("structure")
+        tensors = [torch.as_tensor(x).to(like.dtype) for x, like in zip(leaves, self.leaves, strict=True)]
+        if any(t.shape != like.shape for t, like in zip(tensors, self.leaves, strict=True)):
+            raise ValueError("shape")
+        return tensors
+
+    def stack(self, records: Sequence[list[Tensor]]) -> Batch:
+        columns = [
+            torch.stack([r[k] for r in records]) if records else like.new_empty((0, *like.shape))
+            for k, like in enumerate(self.leaves)
+        ]
+        return pytree.tree_unflatten(columns, self.structure)
+
+    def synthetic(self, rows: int) -> Batch:
+        """Made-up records, the same on every call: variations of the example, or of noise where it is all zeros."""
+        generator = torch.Generator().manual_seed(0)
+        return pytree.tree_unflatten([_vary(leaf, rows, generator) for leaf in self.leaves], self.structure)
+
+
+def _vary(leaf: Tensor, rows: int, generator: torch.Generator) -> Tensor:
+    """Shrinking an example by up to a tenth keeps probabilities and counts valid; 0 and 1 are valid as any index."""
+    shape = (rows, *leaf.shape)
+    if leaf.dtype.is_floating_point:
+        if not leaf.any():
+            return torch.randn(shape, generator=generator).to(leaf.dtype)
+        return (leaf * (1 - 0.1 * torch.rand((rows, *[1] * leaf.dim()), generator=generator))).to(leaf.dtype)
+    if not leaf.any():
+        return torch.randint(0, 2, shape, generator=generator).to(leaf.dtype)
+    return leaf.expand(shape).clone()
+
+
+def _flatten(record: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure, with lists as tuples and mappings as dicts: the two spell the same record."""
+    leaves, structure = pytree.tree_flatten(_plain(record))
+    return leaves, structure
+
+
+def _plain(record: Any) -> Any:
+    if isinstance(record, Mapping):
+        return {key: _plain(value) for key, value in record.items()}
+    if isinstance(record, list | tuple):
+        return tuple(_plain(value) for value in record)
+    return record
