@@ -7,6 +7,7 @@ that are sharded or lie on several devices.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,3 +78,10 @@ def batch_rows(batch: Batch) -> int:
     """Number of examples in a batch."""
     leaves = batch_leaves(batch)
     return leaves[0].shape[0] if leaves else 0
+
+
+def csr_tensor(starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A sparse CSR tensor from parts that are known to be valid, without torch's remark that these are in beta."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
+        return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)

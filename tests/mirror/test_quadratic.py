@@ -119,3 +119,19 @@ def test_too_few_iterations_are_reported(least_squares: MakePublic, released: Re
     state = {"scale": torch.tensor(1.0)}
     with pytest.raises(ConvergenceError, match="max_iterations=2"):
         mirror.direction(released(public), state, params=trainable(public.model), public=public, clock=CLOCK, lr=1.0)
+
+
+def test_without_normalising_it_is_a_newton_step() -> None:
+    """A learning rate of 1 from anywhere reaches the minimum of a quadratic loss; a singular matrix is refused."""
+    torch.manual_seed(0)
+    root = torch.randn(6, 6, dtype=torch.float64)
+    hessian, theta, minimum = root @ root.T, torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    for dense_limit in (100, 1):
+        mirror = Quadratic(hessian, normalize=False, dense_limit=dense_limit)
+        state = mirror.init(params=[theta], public=None)
+        clock = Clock(step=0, total_steps=1)
+        gradient = [hessian @ (theta - minimum)]
+        direction, _ = mirror.direction(gradient, state, params=[theta], public=None, clock=clock, lr=1.0)
+        torch.testing.assert_close(theta - direction[0], minimum)
+    with pytest.raises(ConfigError, match="damping"):
+        Quadratic(torch.zeros(6, 6), normalize=False).init(params=[theta], public=None)

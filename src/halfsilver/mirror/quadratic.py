@@ -32,6 +32,8 @@ class Quadratic:
     as for `Euclidean`, and H = I gives `Euclidean` bit for bit. Up to `dense_limit` parameters A is
     factorised once; above, each step runs conjugate gradients on Hessian-vector products.
 
+    With ``normalize=False`` the scale is left out: a learning rate of 1 is a Newton step.
+
     Without `hessian` the public loss must be quadratic, which `init` checks. A Hessian that is given, say
     of a logistic loss at its minimum, is used as a fixed metric.
     """
@@ -39,6 +41,7 @@ class Quadratic:
     hessian: Tensor | None = field(default=None, repr=False)
     _: KW_ONLY
     damping: float = 0.0
+    normalize: bool = True
     dense_limit: int = 8192
     max_iterations: int = 2_000
     persistent: ClassVar[tuple[str, ...]] = ()
@@ -78,12 +81,18 @@ class Quadratic:
         hessian = self.hessian if self.hessian is not None else need_public(public, self).hessian(params)
         matrix = hessian.detach().to(params[0].device, torch.float64)
         matrix = matrix + self.damping * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        if not self.normalize:
+            factor, failed = torch.linalg.cholesky_ex(matrix)
+            require(int(failed) == 0, "damping", self.damping, "to make the Hessian positive definite")
+            return {"factor": factor}
         values = torch.linalg.eigvalsh(matrix)
         require_invertible(float(values[0]), float(values[-1]), len(values), self.damping)
         return {"factor": torch.linalg.cholesky(matrix / values[0])}
 
     def _scale(self, params: Tensors, public: PublicLoss | None) -> State:
         operator = self._operator(params, public)
+        if not self.normalize:
+            return {"scale": torch.ones((), dtype=torch.float64, device=params[0].device)}
         low, high = extreme_eigenvalues(operator, doubles(params), max_iterations=self.max_iterations)
         require_invertible(low, high, sum(p.numel() for p in params), self.damping)
         return {"scale": torch.tensor(low, dtype=torch.float64, device=params[0].device)}

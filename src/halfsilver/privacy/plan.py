@@ -207,8 +207,8 @@ def _bracket(epsilon_at: Callable[[float], float], target: float, start: float, 
     factor = step if known[start] > target else 1 / step
     sigma = start
     while (known[sigma] > target) == (factor > 1):
-        sigma *= factor
-        if not _SIGMA_RANGE[0] < sigma < _SIGMA_RANGE[1]:
+        sigma = min(max(sigma * factor, _SIGMA_RANGE[0]), _SIGMA_RANGE[1])
+        if sigma in known:
             raise ConfigError(
                 f"No noise_multiplier in {_SIGMA_RANGE} meets epsilon={target} closely; "
                 "change the number of steps or the sampling rate."

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import Batch
+from halfsilver._tensors import Batch, csr_tensor
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.data import Indices
 from halfsilver.privacy.gradients.base import (
@@ -108,10 +108,8 @@ class SparseRecords:
     def fetch(self, indices: Indices, schema: Schema) -> Batch:
         everything = isinstance(indices, slice) and indices == slice(0, self.size())
         rows = self.matrix if everything else self.matrix[indices if isinstance(indices, slice) else indices.numpy()]
-        x = torch.sparse_csr_tensor(
-            torch.from_numpy(rows.indptr), torch.from_numpy(rows.indices), torch.from_numpy(rows.data), rows.shape
-        )
-        return (x, *(c[indices] for c in self.columns))
+        starts, columns, values = (torch.from_numpy(part) for part in (rows.indptr, rows.indices, rows.data))
+        return (csr_tensor(starts, columns, values, rows.shape), *(c[indices] for c in self.columns))
 
     def problem(self, index: int, schema: Schema) -> str:
         return "" if torch.isfinite(self.columns[1][index]) else "not finite"

@@ -1,0 +1,222 @@
+"""Linear regression by exact mirror descent, with scikit-learn's conventions."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfsilver._tensors import Batch
+from halfsilver.averaging import AverageKind
+from halfsilver.errors import ConfigError, MissingExtra, require
+from halfsilver.mirror import Bregman, ConstraintSet, Euclidean, MirrorMap, Quadratic
+from halfsilver.privacy.count import noisy_count
+from halfsilver.privacy.data import PrivateData
+from halfsilver.privacy.gradients import Speed
+from halfsilver.privacy.gradients.linear import LinearModel, SparseRecords, with_row_norms
+from halfsilver.privacy.ledger import Ledger
+from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.trainer import Trainer
+
+try:
+    from scipy import sparse
+    from sklearn.base import BaseEstimator, RegressorMixin
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ImportError as error:  # pragma: no cover - depends on the installation
+    raise MissingExtra("scikit-learn", "sklearn") from error
+
+Method = Literal["public", "cold", "warm", "pda"]
+_ROWS_AT_ONCE = 1024  # the last piece of the private rows is padded to this many
+
+
+class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[misc]
+    """Least squares on private rows, each step preconditioned by the Hessian of the public rows.
+
+    Guarantee: `coef_` and `intercept_` are (epsilon, delta)-DP under adding or removing one private row. Nothing is
+    centred, scaled or chosen by looking at private rows; public rows are not protected.
+
+    Every step uses all private rows: theta - learning_rate * (H + damping)^-1 (noisy mean gradient), from the public
+    solution; `damping` is in units of the mean eigenvalue of H, and a learning rate of 1 is a Newton step.
+    `max_grad_norm` defaults to half the median gradient norm of public rows at the public solution. `n_private` is a
+    public constant that scales the mean; None releases a noisy count, for the price of one step. `method` is "pda" or
+    one of its baselines: "warm" (DP-SGD from the public solution), "cold" (DP-SGD from zero) and "public" (no private
+    row is read). `constraint` keeps each iterate in a set. `ledger` is the ledger of the private data set; without it
+    there is one in `run_dir`, and without that in a temporary folder, `run_dir_`.
+
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> x, theta = rng.normal(size=(3000, 3)), np.array([1.0, -2.0, 0.5])
+    >>> y = x @ theta
+    >>> model = MirrorLinearRegression(epsilon=1.0, delta=1e-5)
+    >>> model = model.fit(x[200:], y[200:], X_public=x[:200], y_public=y[:200] + 0.3 * rng.normal(size=200))
+    >>> bool(np.abs(model.coef_ - theta).max() < 0.1)
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        method: Method = "pda",
+        steps: int = 40,
+        learning_rate: float = 0.25,
+        max_grad_norm: float | None = None,
+        damping: float = 1e-3,
+        constraint: ConstraintSet | None = None,
+        average: AverageKind = "uniform",
+        fit_intercept: bool = True,
+        n_private: int | None = None,
+        ledger: Ledger | str | Path | None = None,
+        run_dir: str | Path | None = None,
+        unsafe_seed: int | None = None,
+    ) -> None:
+        self.epsilon = epsilon
+        self.delta = delta
+        self.method = method
+        self.steps = steps
+        self.learning_rate = learning_rate
+        self.max_grad_norm = max_grad_norm
+        self.damping = damping
+        self.constraint = constraint
+        self.average = average
+        self.fit_intercept = fit_intercept
+        self.n_private = n_private
+        self.ledger = ledger
+        self.run_dir = run_dir
+        self.unsafe_seed = unsafe_seed
+
+    def fit(self, X: Any, y: Any, *, X_public: Any = None, y_public: Any = None) -> Self:
+        """Fit to private (X, y), dense or SciPy sparse, with public rows as the mirror.
+
+        A private row with NaN or infinite entries contributes nothing. Public rows must be finite.
+        """
+        require(
+            self.method in ("public", "cold", "warm", "pda"), "method", self.method, "to be public, cold, warm or pda"
+        )
+        accept = {"accept_sparse": "csr", "y_numeric": True, "dtype": [np.float64, np.float32]}
+        x, y = validate_data(self, X, y, ensure_all_finite=False, **accept)
+        if X_public is None or y_public is None:
+            raise ConfigError("Expected X_public and y_public: without public rows use DP-SGD (hs.Trainer).")
+        x_public, y_public = validate_data(self, X_public, y_public, reset=False, **accept)
+        public = _Public(self._with_ones(x_public), torch.tensor(y_public, dtype=torch.float64), self.damping)
+        theta = public.solution
+        if self.method != "public":
+            theta = self._train(self._with_ones(x), y, public)
+        self.coef_ = theta[: self.n_features_in_].numpy()
+        self.intercept_ = float(theta[-1]) if self.fit_intercept else 0.0
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        check_is_fitted(self)
+        x = validate_data(self, X, reset=False, accept_sparse="csr")
+        return np.asarray(x @ self.coef_ + self.intercept_)
+
+    def _train(self, x: Any, y: Any, public: _Public) -> Tensor:
+        self.run_dir_ = Path(self.run_dir or tempfile.mkdtemp(prefix="halfsilver-"))
+        ledger = self.ledger or self.run_dir_ / "ledger.jsonl"
+        ledger = ledger if isinstance(ledger, Ledger) else Ledger.open(ledger)
+        private, dtype = _private(x, y)
+        plan = self._plan(private, public, ledger)
+        model = torch.nn.Linear(x.shape[1], 1, bias=False, dtype=dtype)
+        with torch.no_grad():
+            model.weight.copy_(public.solution if self.method != "cold" else torch.zeros(x.shape[1]))
+        trainer = Trainer(
+            model,
+            squared_loss,
+            optimizer=torch.optim.SGD(model.parameters(), lr=self._lr(public)),
+            plan=plan,
+            mirror=self._mirror(public),
+            average=self.average,
+            speed=Speed(backend=LinearModel(model), micro_batch_size=_ROWS_AT_ONCE),
+            unsafe_seed=self.unsafe_seed,
+            checkpoint_seconds=float("inf"),
+        )
+        rows = (public.dense.to(dtype), public.y.to(dtype)) if self.constraint else None
+        trainer.fit(private, rows, run_dir=self.run_dir_ / "run", ledger=ledger, delta=self.delta)
+        self.plan_, self.epsilon_ = plan, ledger.spent(self.delta)
+        return model.weight.detach()[0].double()
+
+    def _plan(self, private: PrivateData, public: _Public, ledger: Ledger) -> PrivacyPlan:
+        counting = self.n_private is None
+        paid = PrivacyPlan.calibrate(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            steps=self.steps + counting,
+            sampling_rate=1.0,
+            expected_batch_size=1.0,
+        )
+        sigma = paid.noise_multiplier
+        rows = float(self.n_private or noisy_count(private, sigma, ledger, unsafe_seed=self.unsafe_seed))
+        return PrivacyPlan(
+            steps=self.steps,
+            sampling_rate=1.0,
+            expected_batch_size=max(rows, 1.0),
+            noise_multiplier=sigma,
+            max_grad_norm=self.max_grad_norm or public.typical_gradient_norm() / 2,
+        )
+
+    def _mirror(self, public: _Public) -> MirrorMap:
+        if self.method != "pda":
+            return Euclidean()
+        if self.constraint is not None:
+            return Bregman(constraint=self.constraint, quadratic=True, damping=public.ridge)
+        return Quadratic(public.hessian, damping=public.ridge, normalize=False)
+
+    def _lr(self, public: _Public) -> float:
+        """As given for Newton steps; plain gradient steps are measured in the inverse mean curvature."""
+        return self.learning_rate if self.method == "pda" else self.learning_rate / public.curvature
+
+    def _with_ones(self, x: Any) -> Any:
+        if not self.fit_intercept:
+            return x
+        ones = np.ones((x.shape[0], 1), dtype=x.dtype)
+        return sparse.hstack([x, ones], format="csr") if sparse.issparse(x) else np.hstack([x, ones])
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        tags.non_deterministic = True
+        return tags
+
+
+def squared_loss(model: Any, batch: Batch) -> Tensor:
+    """(x theta - y)^2 / 2 per row."""
+    return 0.5 * torch.square(model(batch[0]).squeeze(1) - batch[1])
+
+
+class _Public:
+    """What the public rows give: Hessian, ridge solution, and the size of gradients there."""
+
+    def __init__(self, x: Any, y: Tensor, damping: float) -> None:
+        self.x, self.y = x, y
+        gram = x.T @ x
+        gram = gram.toarray() if sparse.issparse(gram) else gram
+        self.hessian = torch.as_tensor(gram, dtype=torch.float64) / len(y)
+        self.curvature = float(self.hessian.trace()) / len(self.hessian)
+        self.ridge = damping * self.curvature
+        damped = self.hessian + self.ridge * torch.eye(len(self.hessian), dtype=torch.float64)
+        moment = torch.as_tensor(x.T @ y.numpy(), dtype=torch.float64) / len(y)
+        self.solution = torch.linalg.solve(damped, moment)
+
+    @property
+    def dense(self) -> Tensor:
+        return torch.as_tensor(self.x.toarray() if sparse.issparse(self.x) else self.x)
+
+    def typical_gradient_norm(self) -> float:
+        """Median of |residual| * |x|, with the residuals of a fit to these rows stretched to those of fresh ones."""
+        n, p = self.x.shape
+        residual = np.abs(self.y.numpy() - self.x @ self.solution.numpy()) * (n / (n - p) if n > 1.1 * p else 10.0)
+        norms = np.sqrt(np.asarray((self.x.multiply(self.x) if sparse.issparse(self.x) else self.x**2).sum(1)).ravel())
+        return max(float(np.median(residual * norms)), 1e-12)
+
+
+def _private(x: Any, y: Any) -> tuple[PrivateData, torch.dtype]:
+    if sparse.issparse(x):
+        return PrivateData.of(SparseRecords.make(x, torch.tensor(y, dtype=torch.float64))), torch.float64
+    features, target = (torch.from_numpy(np.require(a, requirements="W")) for a in (x, y))
+    return PrivateData(with_row_norms(features, target.to(features.dtype))), features.dtype

@@ -1,0 +1,1 @@
+"""Benchmarks: one short file each."""
