@@ -6,6 +6,7 @@
 True
 """
 
+from halfsilver import opacus
 from halfsilver.errors import BudgetExceeded, HalfsilverError, LedgerCorrupt, UnsupportedLayer
 from halfsilver.mirror import (
     Bregman,
@@ -54,4 +55,5 @@ __all__ = [
     "clip_released",
     "constant",
     "cosine",
+    "opacus",
 ]
