@@ -128,6 +128,19 @@ def test_loaders_and_streams_are_refused() -> None:
         PrivateData(3)
 
 
+def test_the_order_of_keys_does_not_matter() -> None:
+    """Columns of a padded batch meet by name, also where example, tensors and records spell them in other orders."""
+    tensors = {"y": torch.arange(4), "x": torch.ones(4, 2)}
+    handle = PrivateData(tensors, example={"x": torch.zeros(2), "y": 0})
+    records, _ = handle._open()
+    batch = records.fetch(slice(0, 2), handle._schema())
+    shapes = [t.shape[1:] for t in torch.utils._pytree.tree_leaves(batch)]
+    assert shapes == [leaf.shape for leaf in handle._schema().leaves]
+    assert len(handle._schema().conform({"y": 1, "x": torch.ones(2)})) == 2
+    with pytest.raises(PrivateDataError, match="to have the shapes"):
+        PrivateData(tensors, example={"x": torch.zeros(3), "y": 0})._schema()
+
+
 def test_user_keys_are_compared_as_they_are() -> None:
     for keys in ([1, "1", "x"], [2**53, 2**53 + 1, 0.5], torch.tensor([3, 1, 2])):
         _, users = PrivateData(torch.arange(3), users=keys)._open()

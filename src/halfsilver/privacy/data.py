@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from halfsilver._tensors import Batch, batch_rows, take_rows
 from halfsilver.errors import PrivateDataError
-from halfsilver.privacy.schema import Schema
+from halfsilver.privacy.schema import Schema, plain
 
 Indices = Tensor | slice
 Keys = Sequence[Any] | Tensor | np.ndarray[Any, Any]
@@ -71,9 +71,12 @@ class PrivateData:
 
     def _schema(self, public_example: Any = None) -> Schema:
         """Shapes and dtypes from what is public: no private record may set them for all others."""
-        if self.__example is not None:
-            return Schema.of_record(self.__example)
         of_tensors = self.__records.schema()
+        if self.__example is not None:
+            schema = Schema.of_record(self.__example)
+            if of_tensors is not None and of_tensors.shapes != schema.shapes:
+                raise PrivateDataError(f"Expected example to have the shapes {of_tensors.shapes}, not {schema.shapes}.")
+            return schema
         if of_tensors is not None:
             return of_tensors
         if public_example is not None:
@@ -201,7 +204,7 @@ def _as_records(records: Any) -> Records:
     if leaves and all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
         if len({len(leaf) for leaf in leaves}) != 1:
             raise PrivateDataError("The tensors of a private data set must have the same number of rows.")
-        return _TensorRecords(records)
+        return _TensorRecords(plain(records))
     if not (hasattr(records, "__getitem__") and hasattr(records, "__len__")):
         raise PrivateDataError(f"Expected private data with __len__ and __getitem__, or tensors; got {type(records)}.")
     return _DatasetRecords(records)

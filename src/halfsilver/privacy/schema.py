@@ -71,14 +71,14 @@ def _vary(leaf: Tensor, rows: int, generator: torch.Generator) -> Tensor:
 
 
 def _flatten(record: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure, with lists as tuples and mappings as dicts: the two spell the same record."""
-    leaves, structure = pytree.tree_flatten(_plain(record))
+    leaves, structure = pytree.tree_flatten(plain(record))
     return leaves, structure
 
 
-def _plain(record: Any) -> Any:
+def plain(record: Any) -> Any:
+    """Lists as tuples and mappings as dicts with sorted keys: spellings of the same record."""
     if isinstance(record, Mapping):
-        return {key: _plain(value) for key, value in record.items()}
+        return {key: plain(record[key]) for key in sorted(record)}
     if isinstance(record, list | tuple):
-        return tuple(_plain(value) for value in record)
+        return tuple(plain(value) for value in record)
     return record
