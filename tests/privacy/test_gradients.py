@@ -254,7 +254,10 @@ def test_no_record_breaks_the_bound_through_the_mechanism(name: str, model_type:
 
 
 def test_a_row_rounds_the_same_whatever_stands_beside_it() -> None:
-    """What the padding is for: at one shape 0 of 200 predictions change with the neighbours; at others many do."""
+    """What the padding relies on: at one shape 0 of 200 predictions change with place and neighbours.
+
+    At other shapes many do (on some machines), which is what the padding is for.
+    """
     torch.manual_seed(0)
     model = nn.Linear(64, 1, bias=False)
     x = torch.randn(200, 64)
@@ -264,9 +267,7 @@ def test_a_row_rounds_the_same_whatever_stands_beside_it() -> None:
         again = [
             model(torch.cat([torch.randn(9, 64), x[i : i + 1], torch.randn(6, 64)])).ravel()[9] for i in range(200)
         ]
-        other = [model(x[: i + 1]).ravel()[i] for i in range(200)]
     assert sum(a != b for a, b in zip(fixed, again, strict=True)) == 0
-    assert sum(a != b for a, b in zip(fixed, other, strict=True)) > 20
 
 
 class Folded(nn.Module):
@@ -347,12 +348,13 @@ def test_the_bound_test_has_teeth() -> None:
     from opacus.grad_sample.linear import compute_linear_norm_sample
 
     model = nn.Linear(3, 2, bias=False)
-    a = torch.tensor([[[1e4, 2e4, 3e4], [1e4, 2e4, 3e4]]]) * (1 + torch.tensor([[[0.0], [3e-7]]]))
-    g = torch.tensor([[[1e4, 0.0], [-1e4, 0.0]]])
-    norm = compute_linear_norm_sample(model, [a], g)[model.weight]
-    true = torch.einsum("nti,ntj->nij", g.double(), a.double()).norm()
-    factor = float(clip_factors(torch.nan_to_num(norm), 1.0, 1e-4))
-    assert float(true) * factor > 5
+    rest = torch.linspace(1e-7, 1e-6, 200)[:, None, None] * torch.tensor([[[0.0], [1.0]]])
+    a = torch.tensor([[[1e4, 2e4, 3e4], [1e4, 2e4, 3e4]]]) * (1 + rest)
+    g = torch.tensor([[[1e4, 0.0], [-1e4, 0.0]]]).expand(200, 2, 2)
+    norms = compute_linear_norm_sample(model, [a], g)[model.weight]
+    true = torch.einsum("nti,ntj->nij", g.double(), a.double()).flatten(1).norm(dim=1)
+    factors = clip_factors(torch.nan_to_num(norms), 1.0, 1e-4)
+    assert float((true * factors).max()) > 5
 
 
 @pytest.mark.parametrize("name", sorted(BACKENDS))
