@@ -124,7 +124,7 @@ def test_sparse_equals_dense(data: tuple[Rows, Rows, Rows]) -> None:
 @pytest.mark.parametrize("kind", [np.asarray, sparse.csr_matrix])
 def test_a_bad_private_row_changes_nothing(data: tuple[Rows, Rows, Rows], kind: Any) -> None:
     (x, y), (xp, yp), _ = data
-    bad_x, bad_y = np.vstack([x, [[np.nan] * 8], [[np.inf] * 8]]), np.append(y, [0.0, 0.0])
+    bad_x, bad_y = np.vstack([x, [[np.nan] * 8], [[np.inf] * 8], x[:1]]), np.append(y, [0.0, 0.0, np.nan])
     options: dict[str, Any] = {"unsafe_seed": 3, "n_private": 4000}
     a, b = (
         MirrorLinearRegression(**options).fit(kind(c), d, X_public=xp, y_public=yp).coef_

@@ -17,7 +17,7 @@ from halfsilver.mirror import Bregman, ConstraintSet, Euclidean, MirrorMap, Quad
 from halfsilver.privacy.count import noisy_count
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Speed
-from halfsilver.privacy.gradients.linear import LinearModel, SparseRecords, with_row_norms
+from halfsilver.privacy.gradients.linear import LinearModel
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.trainer import Trainer
@@ -26,6 +26,8 @@ try:
     from scipy import sparse
     from sklearn.base import BaseEstimator, RegressorMixin
     from sklearn.utils.validation import check_is_fitted, validate_data
+
+    from halfsilver.privacy.arrays import private_rows, with_ones
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtra("scikit-learn", "sklearn") from error
 
@@ -98,15 +100,16 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         require(
             self.method in ("public", "cold", "warm", "pda"), "method", self.method, "to be public, cold, warm or pda"
         )
-        accept = {"accept_sparse": "csr", "y_numeric": True, "dtype": [np.float64, np.float32]}
-        x, y = validate_data(self, X, y, ensure_all_finite=False, **accept)
+        private, dtype, width = private_rows(self, X, y, intercept=self.fit_intercept)
         if X_public is None or y_public is None:
             raise ConfigError("Expected X_public and y_public: without public rows use DP-SGD (hs.Trainer).")
+        accept = {"accept_sparse": "csr", "y_numeric": True, "dtype": [np.float64, np.float32]}
         x_public, y_public = validate_data(self, X_public, y_public, reset=False, **accept)
-        public = _Public(self._with_ones(x_public), torch.tensor(y_public, dtype=torch.float64), self.damping)
+        x_public = with_ones(x_public) if self.fit_intercept else x_public
+        public = _Public(x_public, torch.tensor(y_public, dtype=torch.float64), self.damping)
         theta = public.solution
         if self.method != "public":
-            theta = self._train(self._with_ones(x), y, public)
+            theta = self._train(private, dtype, width, public)
         self.coef_ = theta[: self.n_features_in_].numpy()
         self.intercept_ = float(theta[-1]) if self.fit_intercept else 0.0
         return self
@@ -116,15 +119,14 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         x = validate_data(self, X, reset=False, accept_sparse="csr")
         return np.asarray(x @ self.coef_ + self.intercept_)
 
-    def _train(self, x: Any, y: Any, public: _Public) -> Tensor:
+    def _train(self, private: PrivateData, dtype: torch.dtype, width: int, public: _Public) -> Tensor:
         self.run_dir_ = Path(self.run_dir or tempfile.mkdtemp(prefix="halfsilver-"))
         ledger = self.ledger or self.run_dir_ / "ledger.jsonl"
         ledger = ledger if isinstance(ledger, Ledger) else Ledger.open(ledger)
-        private, dtype = _private(x, y)
         plan = self._plan(private, public, ledger)
-        model = torch.nn.Linear(x.shape[1], 1, bias=False, dtype=dtype)
+        model = torch.nn.Linear(width, 1, bias=False, dtype=dtype)
         with torch.no_grad():
-            model.weight.copy_(public.solution if self.method != "cold" else torch.zeros(x.shape[1]))
+            model.weight.copy_(public.solution if self.method != "cold" else torch.zeros(width))
         trainer = Trainer(
             model,
             squared_loss,
@@ -171,12 +173,6 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         """As given for Newton steps; plain gradient steps are measured in the inverse mean curvature."""
         return self.learning_rate if self.method == "pda" else self.learning_rate / public.curvature
 
-    def _with_ones(self, x: Any) -> Any:
-        if not self.fit_intercept:
-            return x
-        ones = np.ones((x.shape[0], 1), dtype=x.dtype)
-        return sparse.hstack([x, ones], format="csr") if sparse.issparse(x) else np.hstack([x, ones])
-
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
@@ -213,10 +209,3 @@ class _Public:
         residual = np.abs(self.y.numpy() - self.x @ self.solution.numpy()) * (n / (n - p) if n > 1.1 * p else 10.0)
         norms = np.sqrt(np.asarray((self.x.multiply(self.x) if sparse.issparse(self.x) else self.x**2).sum(1)).ravel())
         return max(float(np.median(residual * norms)), 1e-12)
-
-
-def _private(x: Any, y: Any) -> tuple[PrivateData, torch.dtype]:
-    if sparse.issparse(x):
-        return PrivateData.of(SparseRecords.make(x, torch.tensor(y, dtype=torch.float64))), torch.float64
-    features, target = (torch.from_numpy(np.require(a, requirements="W")) for a in (x, y))
-    return PrivateData(with_row_norms(features, target.to(features.dtype))), features.dtype
