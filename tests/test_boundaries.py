@@ -17,7 +17,14 @@ import halfsilver as hs
 from halfsilver.privacy.gradients import BackendName
 
 PACKAGE = Path(hs.__file__).parent
-SHARED = {"halfsilver.errors", "halfsilver._tensors", "halfsilver._random", "halfsilver._os"}
+SHARED = {
+    "halfsilver.errors",
+    "halfsilver._tensors",
+    "halfsilver._random",
+    "halfsilver._os",
+    "halfsilver._distributed",
+    "halfsilver._sharded",
+}
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "ssl", "urllib", "urllib3"}
 LOADERS = {
@@ -97,7 +104,8 @@ def unpicklers(tree: ast.AST, module: str) -> Iterator[str]:
 
 
 def network(tree: ast.AST, module: str) -> Iterator[str]:
-    yield from (name for name in imports(tree, module) if name.split(".")[0] in NETWORK)
+    generator = {"ssl.RAND_bytes"}  # of random bytes: opens nothing
+    yield from (name for name in imports(tree, module) if name.split(".")[0] in NETWORK and name not in generator)
 
 
 def _modules(folder: str = "") -> Iterator[tuple[str, ast.AST]]:

@@ -96,7 +96,10 @@ def test_without_noise_it_is_the_formula(data: tuple[Rows, Rows, Rows], monkeypa
         "damping": 0.1,
         "learning_rate": 0.5,
     }
-    monkeypatch.setattr("halfsilver.privacy.mechanism.add_noise", lambda clipped, sigma, entropy: clipped.tensors)
+    monkeypatch.setattr(
+        "halfsilver.privacy.mechanism.noisy_mean",
+        lambda clipped, *_, expected, **__: [t / expected for t in clipped.tensors],
+    )
     x1, xp1 = (np.hstack([a, np.ones((len(a), 1))]) for a in (x, xp))
     hessian = xp1.T @ xp1 / len(xp1)
     damped = hessian + 0.1 * np.trace(hessian) / 9 * np.eye(9)

@@ -56,7 +56,10 @@ def test_noise_is_calibrated() -> None:
 def test_a_column_is_the_estimators_run(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without noise, with clipping active: the same coefficients as MirrorLinearRegression in float64."""
     monkeypatch.setattr(linreg, "noise_multiplier", lambda steps: 0.0)
-    monkeypatch.setattr("halfsilver.privacy.mechanism.add_noise", lambda clipped, sigma, entropy: clipped.tensors)
+    monkeypatch.setattr(
+        "halfsilver.privacy.mechanism.noisy_mean",
+        lambda clipped, *_, expected, **__: [t / expected for t in clipped.tensors],
+    )
     point = Point(steps=5, reach=0.25 * 0.02, clip=0.02)
     theta = prepared.public_model[:, None].clone()
     for _ in range(5):

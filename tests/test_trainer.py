@@ -149,6 +149,7 @@ def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, kind: str, schedule:
     def frozen(self: PrivateGradient) -> list[Tensor]:
         step = len(released_at)
         released_at.append(step)
+        assert self._ledger is not None
         self._ledger.intend(self._run_id, 1)
         return [torch.full_like(p, math.sin(float(step))) for p in trainable(self._model)]
 

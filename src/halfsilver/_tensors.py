@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from halfsilver._distributed import World
+from halfsilver._sharded import is_sharded, local
+
 Tensors = list[Tensor]
 Batch = Any  # a tensor, or a tuple, list or dict of tensors, with the example on dimension 0
 LossFn = Callable[[Any, Batch], Tensor]  # (model, batch) -> one loss per example
@@ -26,8 +29,17 @@ def trainable(model: torch.nn.Module) -> Tensors:
 
 
 def dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """Inner product of two lists, accumulated in float64."""
-    return float(sum((torch.sum(x.double() * y.double()).item() for x, y in zip(a, b, strict=True)), 0.0))
+    """Inner product of two lists, accumulated in float64; of sharded tensors over all shards, the same on all ranks."""
+    pairs = list(zip(a, b, strict=True))
+    here = sum((_dot(x, y) for x, y in pairs if not is_sharded(x)), 0.0)
+    shards = [(x, y) for x, y in pairs if is_sharded(x)]
+    if not shards:
+        return here
+    return here + World.current(shards[0][0].device).total(sum(_dot(local(x), local(y)) for x, y in shards))
+
+
+def _dot(x: Tensor, y: Tensor) -> float:
+    return float(torch.sum(x.double() * y.double()))
 
 
 def norm(a: Sequence[Tensor]) -> float:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from halfsilver._sharded import local
 from halfsilver._tensors import Tensors
 from halfsilver.errors import require
 
@@ -38,7 +39,7 @@ class Average:
         if not self.tensors:
             self.tensors = [v.clone() for v in values]
         else:  # in float32 or wider: a small weight vanishes in half precision
-            torch._foreach_lerp_(self.tensors, values, self._weight())
+            torch._foreach_lerp_([local(t) for t in self.tensors], [local(v) for v in values], self._weight())
 
     def _weight(self) -> float:
         """Weight of the newest iterate. An exponential average starts as a plain one, so that it forgets its start."""
@@ -62,4 +63,4 @@ class Average:
 
 @torch.no_grad()
 def copy_to(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(list(params), list(values))
+    torch._foreach_copy_([local(p) for p in params], [local(v) for v in values])

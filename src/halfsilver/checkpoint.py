@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from halfsilver import _os
+from halfsilver._sharded import shard_of
 from halfsilver.errors import CheckpointCorrupt
 
 SCHEMA_VERSION = 1
@@ -58,12 +59,13 @@ def restore_optimizer(
 ) -> None:
     """Inverse of `optimizer_parts`."""
     state: dict[int, dict[str, Any]] = {int(i): dict(values) for i, values in about["state"].items()}
-    for name, t in tensors.items():
-        index, key = name.split(".", 1)
-        state[int(index)][key] = t.clone()  # the optimizer changes it in place
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     try:
+        for name, t in tensors.items():
+            index, key = name.split(".", 1)
+            state[int(index)][key] = shard_of(t.clone(), params[int(index)])  # the optimizer changes it in place
         optimizer.load_state_dict({"state": state, "param_groups": about["param_groups"]})
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, IndexError) as error:
         raise CheckpointCorrupt(f"The checkpoint belongs to another optimizer: {error}.") from error
 
 

@@ -32,7 +32,7 @@ except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtra("scikit-learn", "sklearn") from error
 
 Method = Literal["public", "cold", "warm", "pda"]
-_ROWS_AT_ONCE = 1024  # the last piece of the private rows is padded to this many
+_ROWS_AT_ONCE = 4096
 
 
 class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[misc]

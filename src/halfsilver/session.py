@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from halfsilver import checkpoint
+from halfsilver._distributed import World
 from halfsilver.errors import CheckpointCorrupt, require
 from halfsilver.privacy.accounting import epsilon_of
 from halfsilver.privacy.ledger import Head, Ledger
@@ -21,14 +24,20 @@ from halfsilver.statement import default_delta, make_statement, stamps
 
 @dataclass(kw_only=True)
 class Session:
-    """What `Trainer.fit` needs to survive a kill: open it, load what is there, save, finish."""
+    """What `Trainer.fit` needs to survive a kill: open it, load what is there, save, finish.
+
+    Only rank 0 of `world` touches folder and ledger, which it alone has. Every method is called on all ranks, and
+    gives all of them the same answer or the same error.
+    """
 
     folder: RunFolder
-    ledger: Ledger
+    ledger: Ledger | None
     run_id: str
+    finished: bool
     plan: PrivacyPlan
     delta: float
     config: Mapping[str, Any]
+    world: World
     saved_at: float = 0.0
 
     @classmethod
@@ -41,26 +50,50 @@ class Session:
         *,
         config: Mapping[str, Any],
         delta: float | None,
+        world: World | None = None,
     ) -> Iterator[Session]:
         """Lock the run folder, and make or check its config. A run that has begun must find its ledger again."""
-        folder = RunFolder(run_dir)
+        folder, world = RunFolder(run_dir), world or World()
         delta = default_delta(plan) if delta is None else delta
         require(0 < delta < 1, "delta", delta, "in (0, 1)")
-        with folder.locked():
-            if not isinstance(ledger, Ledger):
-                begun = folder.config.exists()
-                ledger = Ledger.open(ledger or folder.ledger, unit=plan.unit, create=not begun)
-            asked = {"plan": plan.to_dict(), "ledger": _place(ledger.path, folder.path), "delta": delta, **config}
-            run_id = folder.claim(asked)["run_id"]
-            yield cls(folder=folder, ledger=ledger, run_id=run_id, plan=plan, delta=delta, config=config)
+        mine: Ledger | None = None
 
-    @property
-    def finished(self) -> bool:
-        run = self.ledger.runs.get(self.run_id)
-        return run is not None and run.closed is not None
+        def claim() -> tuple[str, bool]:
+            nonlocal mine
+            held.enter_context(folder.locked())
+            mine = ledger if isinstance(ledger, Ledger) else _open_ledger(ledger, folder, plan)
+            asked = {"plan": plan.to_dict(), "ledger": _place(mine.path, folder.path), "delta": delta, **config}
+            run_id = folder.claim(asked)["run_id"]
+            return run_id, run_id in mine.runs and mine.runs[run_id].closed is not None
+
+        with ExitStack() as held:
+            run_id, finished = world.from_lead(claim)
+            yield cls(
+                folder=folder,
+                ledger=mine,
+                run_id=run_id,
+                finished=finished,
+                plan=plan,
+                delta=delta,
+                config=config,
+                world=world,
+            )
 
     def load(self) -> Parts | None:
         """The latest checkpoint, checked against plan and ledger; None for a run that has none yet."""
+        tensors: dict[str, Tensor] = {}
+
+        def read() -> dict[str, Any] | None:
+            found = self._read()
+            if found is None:
+                return None
+            tensors.update(found[0])
+            return found[1]
+
+        about = self.world.from_lead(read)
+        return None if about is None else (self.world.tensors_from_lead(tensors), about)
+
+    def _read(self) -> Parts | None:
         if not self.folder.checkpoint.exists():
             if self.finished:
                 raise CheckpointCorrupt(f"The run in {self.folder.path} has finished, but its checkpoint is gone.")
@@ -69,26 +102,48 @@ class Session:
         mine = {"run_id": self.run_id, "plan_hash": self.plan.fingerprint()}
         if {name: about.get(name) for name in mine} != mine:
             raise CheckpointCorrupt(f"{self.folder.checkpoint} belongs to another run or plan. Use another run_dir.")
-        check_head(self.ledger, self.run_id, about)
+        check_head(self._ledger, self.run_id, about)
         self.folder.rewind(about["step"])
         return tensors, about
 
     def save(self, parts: Parts, head: Head | None) -> None:
         tensors, about = parts
         about = {"run_id": self.run_id, "plan_hash": self.plan.fingerprint(), "ledger_head": head, **about}
-        checkpoint.write(self.folder.checkpoint, tensors, about)
+        self.world.from_lead(lambda: checkpoint.write(self.folder.checkpoint, tensors, about))
         self.saved_at = time.monotonic()
 
+    def due(self, seconds: float) -> bool:
+        """Whether the latest checkpoint is older than that, by the clock of rank 0."""
+        return self.world.from_lead(lambda: time.monotonic() - self.saved_at > seconds)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        self.world.from_lead(lambda: self.folder.log(record))
+
+    def history(self) -> list[dict[str, Any]]:
+        return self.world.from_lead(self.folder.history)
+
+    def finish(self, updates: int) -> None:
+        self.world.from_lead(lambda: self._ledger.finish(self.run_id, updates))
+
     def spent(self) -> float:
-        """Epsilon of the steps that the ledger counts for this run so far."""
-        run = self.ledger.runs[self.run_id]
+        """Epsilon of the steps that the ledger counts for this run so far; for the progress bar, on rank 0 only."""
+        run = self._ledger.runs[self.run_id]
         return epsilon_of([self.plan.count(run.spent)], self.delta, "pld")
 
     def write_statement(self) -> dict[str, Any]:
         """Put the statement of this moment beside the checkpoint."""
-        statement = make_statement(self.plan, self.ledger, self.run_id, delta=self.delta, stamps=stamps(self.config))
-        write_json(self.folder.statement, statement)
-        return statement
+
+        def write() -> dict[str, Any]:
+            made = make_statement(self.plan, self._ledger, self.run_id, delta=self.delta, stamps=stamps(self.config))
+            write_json(self.folder.statement, made)
+            return made
+
+        return self.world.from_lead(write)
+
+    @property
+    def _ledger(self) -> Ledger:
+        assert self.ledger is not None, "rank 0 has the ledger"
+        return self.ledger
 
 
 def check_head(ledger: Ledger, run_id: str, about: Mapping[str, Any]) -> None:
@@ -104,6 +159,11 @@ def check_head(ledger: Ledger, run_id: str, about: Mapping[str, Any]) -> None:
         ledger.verify_head(int(head[0]), str(head[1]))
     elif step > 0:
         raise CheckpointCorrupt(f"The checkpoint claims step={step!r}, but names no record of the ledger.")
+
+
+def _open_ledger(path: str | Path | None, folder: RunFolder, plan: PrivacyPlan) -> Ledger:
+    begun = folder.config.exists()
+    return Ledger.open(path or folder.ledger, unit=plan.unit, create=not begun)
 
 
 def _place(ledger: Path, folder: Path) -> str:

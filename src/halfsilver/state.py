@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfsilver._sharded import full_on_lead, shard_of
 from halfsilver._tensors import trainable
 from halfsilver.averaging import Average
 from halfsilver.checkpoint import from_json, optimizer_parts, restore_optimizer, to_json, under
@@ -36,7 +37,10 @@ def pack(
     scheduler: LRScheduler | None,
     mirror: MirrorMap,
 ) -> Parts:
-    """Tensors and JSON from which training goes on as if it had not stopped."""
+    """Tensors and JSON from which training goes on as if it had not stopped, on as many ranks as there are then.
+
+    The tensors are whole on rank 0, which writes them; sharded ones are left out on others.
+    """
     optimizer_tensors, optimizer_json = optimizer_parts(optimizer)
     groups = {
         "model": model.state_dict(),
@@ -44,7 +48,7 @@ def pack(
         "mirror": {name: state.mirror[name] for name in mirror.persistent},
         "average": {str(i): t for i, t in enumerate(state.average.tensors)},
     }
-    tensors = {f"{group}.{name}": t for group, entries in groups.items() for name, t in entries.items()}
+    tensors = {f"{group}.{name}": full_on_lead(t) for group, entries in groups.items() for name, t in entries.items()}
     about = {
         "step": state.step,
         "average_count": state.average.count,
@@ -64,7 +68,8 @@ def unpack(
 ) -> None:
     """Put a packed state back."""
     try:
-        model.load_state_dict(under("model.", tensors))
+        found, own = under("model.", tensors), model.state_dict()
+        model.load_state_dict({name: shard_of(t, own.get(name, t)) for name, t in found.items()})
         state.step = int(about["step"])
         state.average.count = int(about["average_count"])
         optimizer_json, scheduler_json = about["optimizer"], about["scheduler"]
@@ -73,7 +78,7 @@ def unpack(
     restore_optimizer(optimizer, under("optimizer.", tensors), optimizer_json)
     if scheduler is not None and scheduler_json is not None:
         scheduler.load_state_dict(from_json(scheduler_json))
-    device = trainable(model)[0].device
-    average = under("average.", tensors)
-    state.average.tensors = [average[str(i)].to(device, copy=True) for i in range(len(average))]
+    params, average = trainable(model), under("average.", tensors)
+    device = params[0].device
+    state.average.tensors = [shard_of(average[str(i)].to(device, copy=True), params[i]) for i in range(len(average))]
     state.mirror |= {name: t.to(device, copy=True) for name, t in under("mirror.", tensors).items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -14,6 +13,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfsilver._distributed import World
+from halfsilver._sharded import replicated, reshard, unwrapped, whole_model
 from halfsilver._tensors import LossFn, Tensors, norm, trainable
 from halfsilver.averaging import Average, AverageKind, copy_to
 from halfsilver.errors import BudgetExceeded, ConfigError
@@ -77,6 +78,11 @@ class Trainer:
     optimizer over the model's parameters; `scheduler` steps after each update. `average` is None, "uniform" or the
     decay of an exponential average; if set, `fit` ends with the averaged weights in the model. `unsafe_seed` fixes
     noise and sampling for a test, which ends the guarantee and is stamped into the statement.
+
+    Under ``torchrun``, once ``torch.distributed.init_process_group`` has been called, `fit` trains over the processes
+    of the default group: each is given the same data and computes on its own share of the private records, and all
+    hold the same weights, or their shards of them after ``fully_shard``. Rank 0 writes ledger and run folder; callbacks
+    run on every rank. ``DistributedDataParallel`` is not needed, and taken off where it is.
     """
 
     model: torch.nn.Module
@@ -99,6 +105,7 @@ class Trainer:
     checkpoint_seconds: float = 30.0
 
     def __post_init__(self) -> None:
+        self.model = unwrapped(self.model)
         if self.device is not None:
             self.model.to(self.device)
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -135,7 +142,11 @@ class Trainer:
             raise ConfigError("The private data were given as test=, which must be public. Use other rows.")
         private = private if isinstance(private, PrivateData) else PrivateData(private)
         psi = None if public is None else self._public_loss(public)
-        with Session.open(run_dir, ledger, self.plan, config=self._config(), delta=delta) as session:
+        reshard(self.model)
+        world, config = self._world, self._config()
+        world.require_same("plan and options", [self.plan.to_dict(), config], "Run the same script on all of them.")
+        world.spread(replicated(self.model))
+        with Session.open(run_dir, ledger, self.plan, config=config, delta=delta, world=world) as session:
             saved = session.load()
             source = self._source(session, private, psi)
             self._begin(session, psi, saved)
@@ -159,8 +170,8 @@ class Trainer:
                 self._update(params, direction)  # theta_{t+1}
                 state.step += 1
                 self._report(session, lr, norm(released), test(state.step))
-                if source.between_blocks and time.monotonic() - session.saved_at > self.checkpoint_seconds:
-                    session.save(self.state_dict(), source.head)
+                if source.between_blocks and session.due(self.checkpoint_seconds):
+                    self._save(session, source)
                 show(state.step)
         return "finished" if state.step == self.plan.steps else "budget"
 
@@ -178,6 +189,7 @@ class Trainer:
 
         `data` must be public. A `PrivateData` handle is refused unless ``metrics_not_private=True``.
         """
+        reshard(self.model)
         metrics = {"loss": self.loss_fn, **self.metrics}
         with _eval_mode(self.model), self._state.average.in_place_of(trainable(self.model)):
             if not isinstance(data, PrivateData):
@@ -187,7 +199,8 @@ class Trainer:
                     "Metrics of private data are not private, so they are off. Evaluate on public data, or set "
                     "metrics_not_private=True, which is stamped into the statement."
                 )
-            return {name: mean_not_private(data, fn, self.model, self._public_example) for name, fn in metrics.items()}
+            whole, example = whole_model(self.model), self._public_example
+            return {name: mean_not_private(data, fn, whole, example) for name, fn in metrics.items()}
 
     def state_dict(self) -> Parts:
         """Tensors and JSON of everything that training changes."""
@@ -198,6 +211,14 @@ class Trainer:
 
     def _public_loss(self, public: Any) -> PublicLoss:
         return PublicLoss(self.model, self.public_loss_fn or self.loss_fn, public, batch_size=self.public_batch_size)
+
+    @property
+    def _world(self) -> World:
+        return World.current(trainable(self.model)[0].device)
+
+    def _save(self, session: Session, source: PrivateGradient | None) -> None:
+        session.world.require_replicas(replicated(self.model))
+        session.save(self.state_dict(), source.head if source else None)
 
     def _source(self, session: Session, private: PrivateData, psi: PublicLoss | None) -> PrivateGradient:
         if psi is not None and self.public_loss_fn is None:  # public and private records are of one kind
@@ -211,7 +232,8 @@ class Trainer:
             run_id=session.run_id,
             public_example=self._public_example,
             speed=self.speed,
-            entropy=OsEntropy() if self.unsafe_seed is None else UnsafeSeed(self.unsafe_seed),
+            entropy=OsEntropy() if self.unsafe_seed is None else UnsafeSeed(session.world.own_seed(self.unsafe_seed)),
+            world=session.world,
         )
 
     def _begin(self, session: Session, psi: PublicLoss | None, saved: Parts | None) -> None:
@@ -227,16 +249,16 @@ class Trainer:
                 "This Trainer, its optimizer and scheduler have been through a run. Make new ones for a new run."
             )
         else:
-            session.save(self.state_dict(), None)
+            self._save(session, None)
         self._fitted = True
         session.write_statement()
 
     def _finish(self, session: Session, source: PrivateGradient, stopped: Stopped, test: Any) -> RunResult:
         if not session.finished:
             if stopped == "budget" and test is not None:
-                session.folder.log({"step": self._state.step, **self.evaluate(test)})
-            session.save(self.state_dict(), source.head)
-            session.ledger.finish(session.run_id, self._state.step)
+                session.log({"step": self._state.step, **self.evaluate(test)})
+            self._save(session, source)
+            session.finish(self._state.step)
         if self._state.average.tensors:
             copy_to(trainable(self.model), self._state.average.tensors)
         return RunResult(
@@ -245,14 +267,14 @@ class Trainer:
             updates=self._state.step,
             stopped=stopped,
             statement=session.write_statement(),
-            history=session.folder.history(),
+            history=session.history(),
         )
 
     def _report(self, session: Session, lr: float, released_norm: float, metrics: Mapping[str, float]) -> None:
         step, total = self._state.step, self.plan.steps
         report = StepReport(step=step, total_steps=total, lr=lr, released_norm=released_norm, metrics=metrics)
         if metrics or step % max(1, total // _LOG_LINES) == 0:
-            session.folder.log({"step": step, "lr": lr, "released_norm": released_norm, **metrics})
+            session.log({"step": step, "lr": lr, "released_norm": released_norm, **metrics})
         for callback in self.callbacks:
             callback(report)
 
@@ -267,7 +289,8 @@ class Trainer:
         return Clock(step=self._state.step, total_steps=self.plan.steps, steps_per_epoch=1 / self.plan.sampling_rate)
 
     def _bar(self, session: Session) -> AbstractContextManager[Callable[[int], None]]:
-        return progress_bar(self.plan.steps, self._state.step, session.spent, self.progress)
+        shown = self.progress if session.world.leads else False
+        return progress_bar(self.plan.steps, self._state.step, session.spent, shown)
 
     def _config(self) -> dict[str, Any]:
         return {

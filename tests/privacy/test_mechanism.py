@@ -76,6 +76,7 @@ def test_intents_releases_and_draws_reconcile(tmp_path: Path) -> None:
     for _ in range(7):
         source.release()
     assert source.releases == 7
+    assert source._ledger is not None
     assert source._ledger.runs["run"].spent == 7
     with pytest.raises(BudgetExceeded, match="all 7 steps"):
         source.release()

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 
 import torch
 
+from halfsilver._sharded import refuse_sharded
 from halfsilver._tensors import Tensors, axpy, flatten, unflatten
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.maps import State, need_public
@@ -39,6 +40,7 @@ class _ExactStep:
             )
 
     def init(self, *, params: Tensors, public: PublicLoss | None) -> State:
+        refuse_sharded(params, type(self).__name__)
         public = need_public(public, self)
         if not self.quadratic:
             return {}
@@ -108,8 +110,8 @@ class DualAveraging(_ExactStep):
     persistent: ClassVar[tuple[str, ...]] = ("dual",)
 
     def init(self, *, params: Tensors, public: PublicLoss | None) -> State:
-        dual = torch.zeros_like(flatten(doubles(params)))
-        return {**super().init(params=params, public=public), "dual": dual}
+        state = super().init(params=params, public=public)
+        return {**state, "dual": torch.zeros_like(flatten(doubles(params)))}
 
     def direction(
         self,

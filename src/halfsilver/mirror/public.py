@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from halfsilver._random import own_randomness
+from halfsilver._sharded import full, shard_of, whole_model
 from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, flatten, trainable
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.rows import PublicRows, derive_seed, floating
@@ -24,7 +25,8 @@ class PublicLoss:
     Every method is a pure function of (parameters, seed, step): batches and dropout masks come from the
     seed and the step alone, and the pass leaves no trace in the model (gradients, buffers, flags) or in
     any global random generator. Parameters are lists aligned with the trainable parameters of the model;
-    None means their current values, and values of another dtype take inputs and buffers with them.
+    None means their current values, and values of another dtype take inputs and buffers with them. Where
+    they are sharded, every rank computes the same on the whole model and keeps its shard of the gradient.
 
     `batch_size` rows are drawn afresh for each `step`; without either of the two, Psi is the mean over the
     whole public set, computed in pieces of `chunk_size` rows.
@@ -56,7 +58,8 @@ class PublicLoss:
     def gradient(self, params: Tensors | None = None, *, step: int | None = None) -> Tensors:
         """The gradient of Psi, zero for parameters that the public loss does not use."""
         with torch.enable_grad():
-            return self._sum(_gradient, params, step)
+            total = self._sum(_gradient, params, step)
+        return [shard_of(t, p) for t, p in zip(total, params or trainable(self.model), strict=True)]
 
     def hvp(self, vectors: Tensors, params: Tensors | None = None) -> Tensors:
         """The Hessian of Psi over the whole public set, times `vectors`."""
@@ -71,11 +74,12 @@ class PublicLoss:
         return (matrix + matrix.T) / 2
 
     def _sum(self, part: Part, params: Tensors | None, step: int | None) -> Tensors:
-        live = trainable(self.model)
-        values = live if params is None else params
+        whole, live = whole_model(self.model), trainable(self.model)
+        current = params is None or all(a is b for a, b in zip(params, live, strict=True))
+        values = trainable(whole) if current or params is None else [full(p) for p in params]
         leaves = [p.detach().requires_grad_() for p in values]
         cast = leaves[0].dtype if leaves[0].dtype != live[0].dtype else None
-        model = self._stand_in(leaves, cast)
+        model = self._stand_in(whole, leaves, cast)
         total: Tensors = []
         with own_randomness(derive_seed(self.seed, step), [p.device for p in leaves]):
             for index, share in self._chunks(step):
@@ -84,15 +88,15 @@ class PublicLoss:
                 total = [a + b for a, b in zip(total, terms, strict=True)] if total else terms
         return [t.detach() for t in total]
 
-    def _stand_in(self, leaves: Tensors, cast: torch.dtype | None) -> Callable[..., Any]:
+    def _stand_in(self, model: nn.Module, leaves: Tensors, cast: torch.dtype | None) -> Callable[..., Any]:
         """A callable with the model's forward pass, on `leaves` and on copies of the buffers."""
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
         state = dict(zip(names, leaves, strict=True))
-        state |= {name: floating(b, cast).clone() for name, b in self.model.named_buffers()}
+        state |= {name: floating(b, cast).clone() for name, b in model.named_buffers()}
         if cast is not None:
-            frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
+            frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
             state |= {name: p.to(cast) for name, p in frozen}
-        return lambda *args, **kwargs: functional_call(self.model, state, args, kwargs)
+        return lambda *args, **kwargs: functional_call(model, state, args, kwargs)
 
     def _chunks(self, step: int | None) -> Iterator[tuple[slice | Tensor, float]]:
         """Pieces of the batch of `step`, each with the weight that makes the sum of losses a mean."""

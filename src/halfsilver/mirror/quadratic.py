@@ -8,6 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from halfsilver._sharded import refuse_sharded
 from halfsilver._tensors import Tensors, flatten, scale, unflatten
 from halfsilver.errors import ConfigError, ConvergenceError, require
 from halfsilver.mirror.maps import State, need_public
@@ -50,6 +51,7 @@ class Quadratic:
         require(self.damping >= 0, "damping", self.damping, "at least 0")
 
     def init(self, *, params: Tensors, public: PublicLoss | None) -> State:
+        refuse_sharded(params, "Quadratic")
         size = sum(p.numel() for p in params)
         if self.hessian is not None:
             shape = tuple(self.hessian.shape)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
+from collections.abc import Iterator
+from ssl import RAND_bytes
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
-# Small enough that a block's words, uniforms and normals stay in the cache together.
-_BLOCK = 1 << 16
+# Small enough that a block's words, radii and angles stay in the cache together.
+BLOCK = 1 << 16
 
 
 class Entropy(Protocol):
@@ -26,14 +27,18 @@ class Entropy(Protocol):
 
 @final
 class OsEntropy:
-    """The kernel's generator. It has no state in this process: nothing to reuse after a crash, a fork or a resume."""
+    """OpenSSL's generator, AES in counter mode, which takes its key from the operating system and renews it.
+
+    A new process and a forked one start from fresh entropy, so nothing is reused after a crash or a resume. The
+    kernel's own generator is ten times slower and would cost more than the rest of the noise.
+    """
 
     is_private = True
 
     def words(self, n: int) -> Tensor:
         if n == 0:
             return torch.empty(0, dtype=torch.int64)
-        return torch.frombuffer(bytearray(os.urandom(8 * n)), dtype=torch.int64)
+        return torch.frombuffer(bytearray(RAND_bytes(8 * n)), dtype=torch.int64)
 
 
 @final
@@ -55,21 +60,30 @@ def uniform(entropy: Entropy, n: int) -> Tensor:
 
 
 def normal(entropy: Entropy, n: int, scale: float = 1.0) -> Tensor:
-    """`n` float64 normals of standard deviation `scale`.
-
-    Box-Muller on 53-bit uniforms: every uniform gives one normal, and log, cos and sin run vectorised on blocks that
-    fit into the cache. A draw can be as large as 8.57 standard deviations.
-    """
+    """`n` float64 normals of standard deviation `scale`."""
     out = torch.empty(n, dtype=torch.float64)
-    for start in range(0, n, 2 * _BLOCK):
-        block = out[start : start + 2 * _BLOCK]
-        half = (len(block) + 1) // 2
-        u = uniform(entropy, 2 * half)
-        radius = u[:half].log_().mul_(-2).sqrt_().mul_(scale)
-        angle = u[half:].mul_(2 * math.pi)
-        torch.mul(radius, angle.cos(), out=block[:half])
-        torch.mul(radius[: len(block) - half], angle[: len(block) - half].sin_(), out=block[half:])
+    for start, block in normal_blocks(entropy, n, scale):
+        out[start : start + len(block)] = block
     return out
 
 
-MAX_NORMAL = math.sqrt(2 * 53 * math.log(2))  # in standard deviations
+def normal_blocks(entropy: Entropy, n: int, scale: float) -> Iterator[tuple[int, Tensor]]:
+    """`n` float64 normals, a block at a time with its start; the next block takes its place.
+
+    Box-Muller on whole words: the radius from one with more than 53 bits, the angle, uniform on the circle, from
+    another; both give a normal. A draw can be as large as `MAX_NORMAL` standard deviations.
+    """
+    block, radii, angles = (torch.empty(k, dtype=torch.float64) for k in (BLOCK, BLOCK // 2, BLOCK // 2))
+    for start in range(0, n, BLOCK):
+        size = min(BLOCK, n - start)
+        half = (size + 1) // 2
+        words, radius, angle = entropy.words(2 * half), radii[:half], angles[:half]
+        radius.copy_(words[:half]).abs_().clamp_(min=1.0).mul_(2.0**-63)  # in (0, 1]
+        radius.log_().mul_(-2 * scale**2).sqrt_()
+        angle.copy_(words[half:]).mul_(math.pi * 2.0**-63)
+        torch.cos(angle, out=block[:half]).mul_(radius)
+        torch.sin(angle, out=block[half : 2 * half]).mul_(radius)
+        yield start, block[:size]
+
+
+MAX_NORMAL = math.sqrt(2 * 63 * math.log(2))  # in standard deviations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, final
@@ -9,16 +10,20 @@ from typing import Any, final
 import torch
 from torch.utils import _pytree as pytree
 
+from halfsilver._distributed import World
 from halfsilver._random import own_randomness
+from halfsilver._sharded import Pieces, whole_model
 from halfsilver._tensors import Batch, LossFn, Tensors, batch_leaves, batch_rows, map_batch, take_rows, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import Entropy, OsEntropy
-from halfsilver.privacy.gradients import ClippedSum, GradientBackend, Speed, make_backend, rows_at_once
+from halfsilver.privacy.gradients import ClippedSum, GradientBackend, Speed, make_backend
+from halfsilver.privacy.gradients.base import Tunable
 from halfsilver.privacy.gradients.probe import PROBE_ROWS, probe
+from halfsilver.privacy.gradients.rows import default_rows, fastest_rows
 from halfsilver.privacy.gradients.users import clipped_user_gradient
 from halfsilver.privacy.ledger import Head, Ledger
-from halfsilver.privacy.noise import add_noise, check_exactness
+from halfsilver.privacy.noise import check_exactness, noisy_mean
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.sampling import poisson_chunks
 
@@ -33,6 +38,9 @@ class PrivateGradient:
 
     Guarantee: the sequence of all values that `release` ever returned, over crashes and resumes, is one composition of
     the plan's mechanism, and every one of them was in the ledger, on disk, before a private row was read for it.
+
+    In a `world` of several ranks, each is given the same data and owns every `world.size`-th unit of it: samples of
+    these shares, drawn independently, are together one Poisson sample. Only rank 0 has, and needs, the ledger.
     """
 
     def __init__(
@@ -42,58 +50,94 @@ class PrivateGradient:
         private: PrivateData,
         plan: PrivacyPlan,
         *,
-        ledger: Ledger,
+        ledger: Ledger | None,
         run_id: str,
         public_example: Any = None,
         speed: Speed | None = None,
         entropy: Entropy | None = None,
+        world: World | None = None,
     ) -> None:
         speed = speed or Speed()
-        self._model, self._loss_fn, self.plan = model, loss_fn, plan
+        self._world, self._given = world or World(), model
+        self._model, self._loss_fn, self.plan = whole_model(model), speed.precise(loss_fn), plan
+        self._entropy, self._ledger, self._run_id = entropy or OsEntropy(), ledger, run_id
+        self._params, self._here = trainable(model), plan.expected_batch_size / self._world.size
+        self._device = self._params[0].device
+        with self._world.together():
+            self._pieces = Pieces(self._params, self._world)
+            self._open(private, public_example)
+            self._backend = self._checked_backend(speed)
+            rows = speed.micro_batch_size or self._choose_rows()
+        self._rows = self._world.from_lead(lambda: rows)  # one measurement for all: the slowest rank sets the pace
+        with self._world.together():
+            self._padding = self._made_up(self._rows if self._records.fixed_shape else 1)
+            self._dimension = sum(p.numel() for p in self._params)
+            check_exactness(plan.noise_multiplier, plan.max_grad_norm, self._dimension)
+            block = self._steps_per_block()
+        self._world.require_same("the private data", self._population, "Give each rank all records, in one order.")
+        self._block = self._world.from_lead(lambda: self._register(block))
+        self.releases, self._granted = 0, 0
+
+    def _open(self, private: PrivateData, public_example: Any) -> None:
+        plan = self.plan
         self._records, self._users = private._open()
         if (plan.unit == "user") != (self._users is not None):
             raise ConfigError(
                 f"Expected plan.unit={plan.unit!r} to go with the private data: unit='user' needs "
                 "PrivateData(..., users=keys), and keys need unit='user'."
             )
-        self._entropy = entropy or OsEntropy()
         self._schema = private._schema(public_example)
-        self._device = trainable(model)[0].device
-        self._rows = rows_at_once(speed, model, plan.expected_batch_size)
-        self._padding = self._to_device(self._schema.synthetic(self._rows if self._records.fixed_shape else 1))
-        self._backend = self._checked_backend(speed)
-        check_exactness(plan.noise_multiplier, plan.max_grad_norm, sum(p.numel() for p in trainable(model)))
-        self._block = self._steps_per_block()
-        self._ledger, self._run_id = ledger, run_id
-        ledger.register_run(run_id, plan, block_max=self._block)
-        self.releases, self._granted = 0, 0
+        self._population = self._users.size() if self._users else self._records.size()
 
     def _checked_backend(self, speed: Speed) -> GradientBackend:
         if not isinstance(speed.backend, str):
+            if self._model is not self._given:
+                raise ConfigError("Expected the name of a backend for sharded parameters, not an object made for them.")
             return speed.backend
-        made_up = self._to_device(self._schema.synthetic(PROBE_ROWS))
+        made_up = self._made_up(PROBE_ROWS)
         probe(self._model, self._loss_fn, made_up)
         return make_backend(speed, self._model, self._loss_fn, made_up)
+
+    def _choose_rows(self) -> int:
+        """As many as run fastest. A user's records are not clipped one by one, and are read in parts of fixed size."""
+        if self._users is not None or not self._records.fixed_shape:
+            return default_rows(self._model, self._here)
+        with own_randomness(0, [self._device]):
+            return fastest_rows(self._backend, self._model, self._made_up, self.plan, 1 / self._world.size)
+
+    def _made_up(self, rows: int) -> Batch:
+        return self._to_device(self._schema.synthetic(rows))
 
     def _steps_per_block(self) -> int:
         """How many steps a ledger record covers, from a rehearsal on made-up rows: private timing must not show in it.
 
         The rehearsal has the shape of every private batch, so that it also meets a lack of memory first.
         """
-        started = time.monotonic()
         with own_randomness(0, [self._device]):
+            if self._users is None and isinstance(self._backend, Tunable):
+                self._backend.tune(self._padding)
+            started = time.monotonic()
             if self._users is None:
                 self._backend.clipped_sum(self._padding, self.plan.max_grad_norm)
             else:
                 clipped_user_gradient(self._model, self._loss_fn, [self._padding], self.plan.max_grad_norm)
-        pieces = max(1.0, self.plan.expected_batch_size / self._rows)
+        pieces = max(1.0, self._here / self._rows)
         wanted = int(_BLOCK_SECONDS / ((time.monotonic() - started) * pieces + 1e-6))
         return max(1, min(wanted, self.plan.steps // _BLOCK_SHARE))
 
+    def _register(self, block: int) -> int:
+        assert self._ledger is not None, "rank 0 has the ledger"
+        self._ledger.register_run(self._run_id, self.plan, block_max=block)
+        return block
+
+    def _intend(self) -> int:
+        assert self._ledger is not None, "rank 0 has the ledger"
+        return self._ledger.intend(self._run_id, self._block).count
+
     @property
     def head(self) -> Head | None:
-        """The ledger's record of this run's latest steps, for the checkpoint."""
-        return self._ledger.runs[self._run_id].last
+        """The ledger's record of this run's latest steps, for the checkpoint; None on a rank without the ledger."""
+        return self._ledger.runs[self._run_id].last if self._ledger else None
 
     @property
     def between_blocks(self) -> bool:
@@ -101,38 +145,61 @@ class PrivateGradient:
         return self._granted == 0
 
     def release(self) -> Tensors:
-        """One noisy mean gradient at the model's current parameters, in their dtypes.
+        """One noisy mean gradient at the model's current parameters, in their dtypes and lying as they do.
 
         Raises `BudgetExceeded`, before any row is read, once plan or budget are used up. Nothing else that is left
         behind depends on the private rows: no ledger record, no exception, no global random state. How long it takes
         does.
+
+        The sum without noise goes whole to no rank. Each gets its own pieces, and to these it alone adds noise, from
+        its own entropy; what the ranks then exchange are released values. So noise is drawn once for each number, and
+        by all ranks in parallel.
         """
-        if self._granted == 0:
-            self._granted = self._ledger.intend(self._run_id, self._block).count
+        if self._granted == 0:  # no rank goes on before rank 0 has these steps on disk
+            self._granted = self._world.from_lead(self._intend)
+        whole_model(self._given)
         seed = int(self._entropy.words(1)) & (2**63 - 1)  # for dropout and for data sets that draw
-        with own_randomness(seed, [self._device]):
-            total = self._clipped_sum()
-        noisy = add_noise(total, self.plan.noise_multiplier, self._entropy)
+        with self._world.together(), own_randomness(seed, [self._device]):
+            share = self._clipped_sum()
+        total = ClippedSum(self._pieces.sum(share.tensors), share.sensitivity)
+        released = noisy_mean(
+            total,
+            self.plan.noise_multiplier,
+            self._entropy,
+            expected=self.plan.expected_batch_size,
+            dtypes=[p.dtype for p in self._params],
+            dimension=self._dimension,
+        )
         self._granted -= 1
         self.releases += 1
-        expected = self.plan.expected_batch_size
-        return [(t / expected).to(p.dtype) for t, p in zip(noisy, trainable(self._model), strict=True)]
+        return self._pieces.placed(released)
 
     def _clipped_sum(self) -> ClippedSum:
-        total = ClippedSum.zeros(trainable(self._model), self.plan.max_grad_norm)
+        """Of a sample of the units that this rank owns. Nothing in it waits for another rank."""
+        total: ClippedSum | None = None
         for part in self._parts():
-            total.add_(part)
-        return total
+            if total is None:
+                total = part  # mostly the only one where a model is large: no second set of its parameters is needed
+            else:
+                total.add_(part)
+        return total or ClippedSum.zeros(trainable(self._model), self.plan.max_grad_norm)
 
     def _parts(self) -> Iterator[ClippedSum]:
-        plan, users = self.plan, self._users
-        population = users.size() if users else self._records.size()
-        for chosen in poisson_chunks(population, plan.sampling_rate, self._rows, self._entropy):
-            if users is None:
-                yield from self._sum_of_examples(self._fetch(chosen))
+        owned = len(range(self._world.rank, self._population, self._world.size))
+        for chosen in poisson_chunks(owned, self.plan.sampling_rate, self._rows, self._entropy):
+            units = self._in_data(chosen)
+            if self._users is None:
+                yield from self._sum_of_examples(self._fetch(units))
             else:
-                members = range(chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen.tolist()
+                members = range(units.start, units.stop) if isinstance(units, slice) else units.tolist()
                 yield from (part for user in members for part in self._sum_of_user(user))
+
+    def _in_data(self, chosen: torch.Tensor | slice) -> torch.Tensor | slice:
+        """Numbers within this rank's share as numbers in the data: rank r owns r, r + size, r + 2 size, ..."""
+        if self._world.size == 1:
+            return chosen
+        numbers = torch.arange(chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
+        return numbers * self._world.size + self._world.rank
 
     def _sum_of_examples(self, batch: Batch) -> Iterator[ClippedSum]:
         """The clipped sum of a batch; where that fails, of the examples for which it does not.
@@ -155,11 +222,11 @@ class PrivateGradient:
             raise
         except Exception:
             return None
-        return part if all(torch.isfinite(t).all() for t in part.tensors) else None
+        return part if all(math.isfinite(t.sum()) for t in part.tensors) else None
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
         """Made-up rows up to the one shape of all batches."""
-        if rows == self._rows or not self._records.fixed_shape:
+        if rows == self._rows or not self._records.fixed_shape or getattr(self._backend, "any_shape", False):
             return batch
         columns = zip(batch_leaves(batch), batch_leaves(self._padding), strict=True)
         filled = [torch.cat([t, made_up[rows:]]) for t, made_up in columns]
@@ -179,4 +246,10 @@ class PrivateGradient:
         return self._to_device(self._records.fetch(chosen, self._schema))
 
     def _to_device(self, batch: Batch) -> Batch:
-        return map_batch(lambda t: t.to(self._device, non_blocking=True), batch)
+        """Images lie as the model's weights do, be they private or made up: one layout, as there is one shape."""
+        return map_batch(lambda t: t.to(self._device, non_blocking=True, memory_format=self._layout(t)), batch)
+
+    def _layout(self, t: torch.Tensor) -> torch.memory_format:
+        kernels = [p for p in self._model.parameters() if p.dim() == 4]
+        last = any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in kernels)
+        return torch.channels_last if last and t.dim() == 4 else torch.contiguous_format

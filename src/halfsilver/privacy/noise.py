@@ -8,18 +8,21 @@ of possible outputs is the same whatever the data.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from halfsilver._tensors import Tensors
 from halfsilver.errors import ConfigError
-from halfsilver.privacy.entropy import MAX_NORMAL, Entropy, normal
+from halfsilver.privacy.entropy import MAX_NORMAL, Entropy, normal_blocks
 from halfsilver.privacy.gradients.base import ClippedSum
 
 _GRID_SHARE = 1e-6
 # Rounding to the grid raises the sensitivity by at most g * sqrt(d) <= 1e-6 C; the noise pays for twice that.
 _SCALE_MARGIN = 1 + 2e-6
+# Integers up to here, and their sums, are exact in float64.
+_EXACT = 2.0**52
 
 
 def grid(sensitivity: float, dimension: int) -> float:
@@ -39,8 +42,8 @@ def noise_scale(noise_multiplier: float, sensitivity: float) -> float:
 def check_exactness(noise_multiplier: float, sensitivity: float, dimension: int) -> None:
     """Refuse a plan whose noise could leave the range in which float64 adds multiples of the grid exactly."""
     largest = MAX_NORMAL * noise_scale(noise_multiplier, sensitivity)
-    if largest >= 2.0**52 * grid(sensitivity, dimension):
-        highest = 2.0**52 * grid(sensitivity, dimension) / (MAX_NORMAL * sensitivity)
+    if largest >= _EXACT * grid(sensitivity, dimension):
+        highest = _EXACT * grid(sensitivity, dimension) / (MAX_NORMAL * sensitivity)
         raise ConfigError(
             f"Expected noise_multiplier={noise_multiplier:g} below {highest:.3g} for {dimension} parameters; beyond it "
             "float64 cannot add the noise exactly. Train fewer parameters."
@@ -55,26 +58,48 @@ def add_noise(
     Guarantee: one release of the Gaussian mechanism with at least this noise multiplier, in the reals and not only up
     to rounding. `dimension` is the number of parameters of the whole model where `clipped` holds one shard of it.
     """
+    double = [torch.float64] * len(clipped.tensors)
+    copy = ClippedSum([t.to(torch.float64, copy=True) for t in clipped.tensors], clipped.sensitivity)
+    return noisy_mean(copy, noise_multiplier, entropy, expected=1.0, dtypes=double, dimension=dimension)
+
+
+def noisy_mean(
+    clipped: ClippedSum,
+    noise_multiplier: float,
+    entropy: Entropy,
+    *,
+    expected: float,
+    dtypes: Sequence[torch.dtype],
+    dimension: int | None = None,
+) -> Tensors:
+    """What `add_noise` returns, divided by the expected batch size and cast; may overwrite the sum itself.
+
+    One pass over blocks that stay in the cache does it all: memory traffic would cost more than the arithmetic.
+    """
     dimension = dimension if dimension is not None else sum(t.numel() for t in clipped.tensors)
     check_exactness(noise_multiplier, clipped.sensitivity, dimension)
     g = grid(clipped.sensitivity, dimension)
-    scale = noise_scale(noise_multiplier, clipped.sensitivity)
-    return [_on_grid(t, g) + _draw(t, g, scale, entropy) for t in clipped.tensors]
+    steps = noise_scale(noise_multiplier, clipped.sensitivity) / g
+    sums = [t.contiguous() for t in clipped.tensors]
+    out = [t if t.dtype == dtype else torch.empty_like(t, dtype=dtype) for t, dtype in zip(sums, dtypes, strict=True)]
+    for total, released in zip(sums, out, strict=True):
+        _release(total.view(-1), released.view(-1), g, steps, g / expected, entropy)
+    return out
 
 
-def _on_grid(total: Tensor, g: float) -> Tensor:
-    """Nearest multiples of g. Clamping to the exact range is 1-Lipschitz, so it cannot raise the sensitivity.
+def _release(total: Tensor, released: Tensor, g: float, steps: float, unit: float, entropy: Entropy) -> None:
+    """Everything between sum and release in units of the grid, where each number is an integer and adding is exact."""
+    tame = bool(torch.linalg.vector_norm(total) < _EXACT * g)  # not if NaN
+    for start, noise in normal_blocks(entropy, len(total), steps):
+        block = slice(start, start + len(noise))
+        released[block] = on_grid(total[block], g, tame=tame).add_(noise.round_().to(total.device)).mul_(unit)
 
-    The mechanism passes finite sums only; a NaN from elsewhere becomes 0, because to publish it would tell more.
+
+def on_grid(values: Tensor, g: float, *, tame: bool = False) -> Tensor:
+    """The nearest multiples of the power of two `g`, in units of `g`, as a new float64 tensor.
+
+    Clamping to the exact range is 1-Lipschitz, so it cannot raise the sensitivity. The mechanism passes finite sums
+    only; a NaN from elsewhere becomes 0, because to publish it would tell more. `tame` values need neither.
     """
-    limit = 2.0**52 * g
-    return round_to(torch.nan_to_num(total.double(), nan=0.0, posinf=limit, neginf=-limit).clamp_(-limit, limit), g)
-
-
-def _draw(like: Tensor, g: float, scale: float, entropy: Entropy) -> Tensor:
-    return round_to(normal(entropy, like.numel(), scale), g).reshape(like.shape).to(like.device)
-
-
-def round_to(values: Tensor, g: float) -> Tensor:
-    """Round to multiples of the power of two `g`; scaling by it is exact. Changes `values`."""
-    return values.mul_(1 / g).round_().mul_(g)
+    scaled = values.to(torch.float64, copy=True).mul_(1 / g)
+    return (scaled if tame else scaled.nan_to_num_(nan=0.0).clamp_(-_EXACT, _EXACT)).round_()

@@ -6,62 +6,67 @@ A new backend is one new file and one line in `BACKENDS`. Options here can chang
 from __future__ import annotations
 
 import importlib.util
-import math
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import Batch, LossFn, trainable
+from halfsilver._tensors import Batch, LossFn, batch_leaves
 from halfsilver.errors import ConfigError, HalfsilverError, UnsupportedLayer, require
 from halfsilver.privacy.gradients.base import ClippedSum, GradientBackend, row_norms
+from halfsilver.privacy.gradients.book import BookKeeping
 from halfsilver.privacy.gradients.ghost import OpacusGhost
 from halfsilver.privacy.gradients.hooks import OpacusHooks
 from halfsilver.privacy.gradients.vmap import Vmap
 
-__all__ = ["BACKENDS", "ClippedSum", "GradientBackend", "Speed", "make_backend", "rows_at_once"]
+__all__ = ["BACKENDS", "ClippedSum", "GradientBackend", "Speed", "make_backend"]
 
-BackendName = Literal["auto", "vmap", "hooks", "ghost"]
+BackendName = Literal["auto", "book", "vmap", "hooks", "ghost"]
 
 BACKENDS: dict[str, Callable[[torch.nn.Module, LossFn, Batch], GradientBackend]] = {
+    "book": BookKeeping,
     "hooks": OpacusHooks,
     "ghost": OpacusGhost,
     "vmap": Vmap,
 }
 
-# Per-example gradients that may exist at once, in numbers: 1 GB in float64.
-_MATERIALISED = 2**27
+_log = logging.getLogger("halfsilver")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
     """Options that change speed and memory only: no value here can weaken the guarantee.
 
-    `micro_batch_size` bounds how many examples are in memory at once; a logical batch may be any size. A `backend`
-    that is named is checked against the oracle; one that is given as an object is trusted to keep its contract.
+    `micro_batch_size` is how many examples are in memory at once; a logical batch may be any size. Without it, the
+    fastest size is measured on made-up examples at the start. A `backend` that is named is checked against the oracle;
+    one that is given as an object is trusted to keep its contract. With `autocast`, torch.bfloat16 say, private
+    forward passes run in that precision; norms, clipping and sums do not.
     """
 
     backend: BackendName | GradientBackend = "auto"
     micro_batch_size: int | None = None
+    autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        size = self.micro_batch_size
+        size, halves = self.micro_batch_size, (None, torch.bfloat16, torch.float16)
         require(size is None or size >= 1, "micro_batch_size", size, ">= 1 or None")
+        require(self.autocast in halves, "autocast", self.autocast, "torch.bfloat16, torch.float16 or None")
 
+    def precise(self, loss_fn: LossFn) -> LossFn:
+        """`loss_fn` with its forward pass in the precision that was asked for, and losses in float32."""
+        if self.autocast is None:
+            return loss_fn
 
-def rows_at_once(speed: Speed, model: torch.nn.Module, expected_batch_size: float) -> int:
-    """The one shape of all private batches: as asked for, or an eighth of the expected batch if memory allows.
+        def loss(model: Any, batch: Batch) -> Tensor:
+            device = batch_leaves(batch)[0].device.type
+            with torch.autocast(device, self.autocast):
+                return loss_fn(model, batch).float()
 
-    Every batch is padded to it, so that larger pieces would mean more padding.
-    """
-    if speed.micro_batch_size is not None:
-        return speed.micro_batch_size
-    eighth = 16 * math.ceil(expected_batch_size / (8 * 16))
-    parameters = sum(p.numel() for p in trainable(model))
-    return max(1, min(eighth, 512, _MATERIALISED // max(parameters, 1)))
+        return loss
 
 
 def make_backend(speed: Speed, model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> GradientBackend:
@@ -76,11 +81,12 @@ def make_backend(speed: Speed, model: torch.nn.Module, loss_fn: LossFn, example:
 
 
 def _first_that_works(model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> GradientBackend:
-    if importlib.util.find_spec("opacus") is not None:
+    opacus = ["hooks"] if importlib.util.find_spec("opacus") is not None else []
+    for name in ("book", *opacus):
         try:
-            return _checked("hooks", model, loss_fn, example)
-        except HalfsilverError:
-            pass
+            return _checked(name, model, loss_fn, example)
+        except HalfsilverError as error:
+            _log.info("backend=%r does not serve this model: %s", name, error)
     return _checked("vmap", model, loss_fn, example)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,7 +24,10 @@ _MARGIN = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """Sum of clipped gradients, in float64, that knows how much one unit can move it (in Euclidean norm)."""
+    """Sum of clipped gradients that knows how much one unit can move it (in Euclidean norm).
+
+    In float64, except for the sum of a single block of rows, which may be in the dtype that its kernels add in.
+    """
 
     tensors: Tensors
     sensitivity: float
@@ -36,7 +40,8 @@ class ClippedSum:
         """Take in the sum over other units. Each unit is in one of them only, so the sensitivity stays."""
         if other.sensitivity != self.sensitivity:
             raise ValueError(f"sums of sensitivity {self.sensitivity} and {other.sensitivity} do not add up")
-        torch._foreach_add_(self.tensors, other.tensors)
+        for i, t in enumerate(other.tensors):
+            self.tensors[i] = self.tensors[i].double().add_(t)
 
 
 class GradientBackend(Protocol):
@@ -46,12 +51,25 @@ class GradientBackend(Protocol):
     example whose gradient is NaN, infinite or too large to measure contributes zero; no state is kept between calls.
 
     Only the first `rows` examples count (all by default); the others are padding. The mechanism gives every batch the
-    same shape, because library kernels may round a row differently depending on how many stand beside it.
+    same shape, because library kernels may round a row differently depending on how many stand beside it; a backend
+    that sees to this by itself says so with ``any_shape = True``.
     """
 
     name: str
 
     def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum: ...
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """A backend that measures, on made-up rows of the shape to come, which of its ways is fastest."""
+
+    def tune(self, batch: Batch) -> None: ...
+
+
+def clock() -> float:
+    """Seconds to compare ways of computing by. Of this thread if it works alone: others may share its core."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def summable_rows(dtype: torch.dtype) -> int:
@@ -97,7 +115,7 @@ def row_norms(per_example: Sequence[Tensor]) -> Tensor:
     Blocks of a row are squared and summed in the dtype of the gradient, which is accurate for so few terms, and the
     blocks are added in float64.
     """
-    parts = [block for g in per_example for block in _block_norms(_at_least_float32(g.reshape(len(g), -1)))]
+    parts = [block for g in per_example for block in _block_norms(at_least_float32(g.reshape(len(g), -1)))]
     return measurable(torch.linalg.vector_norm(torch.cat(parts, dim=1), dim=1))
 
 
@@ -113,7 +131,7 @@ def weighted_rows(weights: Tensor, rows: Tensor) -> Tensor:
 
     Rows of weight zero may hold anything: they are taken out first, because 0 * NaN is NaN.
     """
-    rows = _at_least_float32(rows)
+    rows = at_least_float32(rows)
     if not weights.all():
         rows = torch.where(weights[:, None] != 0, rows, 0.0)
     size = summable_rows(rows.dtype)
@@ -123,7 +141,7 @@ def weighted_rows(weights: Tensor, rows: Tensor) -> Tensor:
     return blocks.squeeze(1).double().sum(0) + (weights[whole:] @ rows[whole:]).double()
 
 
-def _at_least_float32(t: Tensor) -> Tensor:
+def at_least_float32(t: Tensor) -> Tensor:
     """Half precision has too small a range for squares and for weights C / norm."""
     return t if t.dtype in (torch.float32, torch.float64) else t.float()
 
@@ -132,5 +150,5 @@ def clip_and_sum(per_example: Sequence[Tensor], max_grad_norm: float, rows: int 
     """Clip materialised per-example gradients; norm and sum read the same tensors."""
     dtype = per_example[0].dtype
     factors = clip_factors(row_norms(per_example), max_grad_norm, margin(dtype, summable_rows(dtype)), rows)
-    sums = [weighted_rows(factors, g.reshape(len(g), -1)).reshape(g.shape[1:]) for g in per_example]
+    sums = [weighted_rows(factors[:rows], g.reshape(len(g), -1)[:rows]).reshape(g.shape[1:]) for g in per_example]
     return ClippedSum(sums, max_grad_norm)

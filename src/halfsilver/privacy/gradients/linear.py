@@ -6,6 +6,7 @@ The gradient of example i is r_i * x_i, with r_i the derivative of its loss by i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, final
 
@@ -27,6 +28,9 @@ from halfsilver.privacy.gradients.base import (
 )
 from halfsilver.privacy.schema import Schema
 
+# Rows whose predictions are computed at once.
+_BLOCK = 128
+
 Link = Literal["squared", "logistic"]
 
 
@@ -43,6 +47,7 @@ class LinearModel:
     """
 
     name = "linear"
+    any_shape = True
 
     def __init__(self, model: torch.nn.Linear, link: Link = "squared") -> None:
         if not isinstance(model, torch.nn.Linear) or model.bias is not None or model.out_features != 1:
@@ -56,7 +61,7 @@ class LinearModel:
     @torch.no_grad()
     def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
         x, y, norms = batch
-        residual = self._residual(_predictions(x, self._model.weight[0]), y).double()
+        residual = self._residual(predictions(x, self._model.weight[0]), y).double()
         tau = margin(x.dtype, summable_rows(x.dtype))
         factors = clip_factors(measurable(measurable(norms) * residual.abs()), max_grad_norm, tau, rows)
         weights = torch.where(factors > 0, residual * factors, 0.0)
@@ -66,10 +71,20 @@ class LinearModel:
         return (torch.sigmoid(prediction) if self._link == "logistic" else prediction) - y
 
 
-def _predictions(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight. A sparse row is added up by itself, in its own order, whatever the other rows are."""
+def predictions(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight. A sparse row is added up by itself, in its own order, whatever the other rows are.
+
+    Dense rows go in blocks of one shape, the last one filled up: how a library rounds a row may depend on the number of
+    rows beside it. So the batch itself needs no padding, which for a full batch would be a copy of its last part.
+    """
     if x.layout != torch.sparse_csr:
-        return x @ weight
+        out = x.new_empty(_BLOCK * math.ceil(len(x) / _BLOCK))
+        for i in range(0, len(x), _BLOCK):
+            block = x[i : i + _BLOCK]
+            if len(block) < _BLOCK:
+                block = torch.cat([block, x.new_zeros(_BLOCK - len(block), x.shape[1])])
+            torch.mv(block, weight, out=out[i : i + _BLOCK])
+        return out[: len(x)]
     row = torch.repeat_interleave(torch.arange(len(x)), x.crow_indices().diff())
     return torch.zeros(len(x), dtype=x.dtype).index_add_(0, row, x.values() * weight[x.col_indices()])
 

@@ -1,0 +1,132 @@
+"""The backend: patch the layers, run one pass, weigh what was written down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, trainable
+from halfsilver.privacy.gradients.base import (
+    ClippedSum,
+    clip_and_sum,
+    clip_factors,
+    margin,
+    measurable,
+    require_weighable,
+    summable_rows,
+)
+from halfsilver.privacy.gradients.book.contributions import Contribution, Materialised
+from halfsilver.privacy.gradients.book.kernels import Kernel, kernels_for
+from halfsilver.privacy.gradients.book.tape import Tape
+from halfsilver.privacy.gradients.book.tune import tuning
+
+# A row is computed directly, in float64, once the rounding bound would raise its squared norm by more than this.
+_SHARE_OF_SLACK = 2e-3
+# Entries up to which the gradients of several parameters are put together.
+_SMALL = 2048
+
+Group = tuple[list[int], Contribution]
+
+
+@final
+class BookKeeping:
+    """Norms and sums from layer inputs and output gradients; modules without a kernel fall back on their own."""
+
+    name = "book"
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, example: Batch) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        for p in trainable(model):
+            require_weighable(p.dtype, self.name)
+        self._kernels = kernels_for(model)
+
+    def tune(self, batch: Batch) -> None:
+        """Choose the fastest way for each layer at the shape of `batch`, which holds made-up rows."""
+        if trainable(self._model)[0].device.type == "cpu":
+            # glibc gives large blocks back to the system, and takes them anew page by page, until one has been freed.
+            torch.empty(2**25 - 2**13, dtype=torch.uint8)
+        with tuning():
+            self.clipped_sum(batch, 1.0)
+
+    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+        params = trainable(self._model)
+        if batch_rows(batch) == 0:
+            return ClippedSum.zeros(params, max_grad_norm)
+        dtype, found = params[0].dtype, self._contributions(batch)
+        groups = _groups(found)
+        squared, slack = _totals(groups, batch_rows(batch), params[0].device)
+        norms = measurable((squared + slack).sqrt())
+        weights = clip_factors(norms, max_grad_norm, margin(dtype, summable_rows(dtype)))[:rows]
+        cancelling = torch.isfinite(norms) & (slack > _SHARE_OF_SLACK * squared)
+        direct = cancelling[:rows].nonzero().flatten().tolist()
+        weights[direct] = 0.0
+        total = ClippedSum(_weighted_sums(groups, params, weights), max_grad_norm)
+        for row in direct:
+            total.add_(_direct(found, params, row, max_grad_norm))
+        return total
+
+    def _contributions(self, batch: Batch) -> list[Contribution | None]:
+        params = trainable(self._model)
+        tape = Tape(batch_rows(batch), params[0].device)
+        with _patched(self._kernels, tape), torch.enable_grad():
+            tape.backward(self._loss_fn(self._model, batch))
+        return tape.contributions(params)
+
+
+def _groups(found: list[Contribution | None]) -> list[Group]:
+    """Contributions with the parameters they are for; small ones side by side, because each call has its price."""
+    parts = [(i, c) for i, c in enumerate(found) if c is not None]
+    small = {i: c.flat for i, c in parts if isinstance(c, Materialised) and c.flat.shape[1] <= _SMALL}
+    groups: list[Group] = [([i], c) for i, c in parts if i not in small]
+    return [*groups, (list(small), Materialised(torch.cat(list(small.values()), dim=1)))] if small else groups
+
+
+def _totals(groups: list[Group], rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    squared = torch.zeros(rows, dtype=torch.float64, device=device)
+    slack = torch.zeros_like(squared)
+    for _, contribution in groups:
+        norms = contribution.norms()
+        squared += norms.squared
+        slack += norms.slack
+    return squared, slack
+
+
+def _weighted_sums(groups: list[Group], params: Tensors, weights: Tensor) -> Tensors:
+    sums: dict[int, Tensor] = {}
+    for places, contribution in groups:
+        total = contribution.weighted_sum(weights).reshape(-1)
+        sizes = [params[i].numel() for i in places]
+        sums |= zip(places, torch.split_with_sizes(total, sizes), strict=True)
+    return [sums[i].view(p.shape) if i in sums else torch.zeros_like(p) for i, p in enumerate(params)]
+
+
+def _direct(found: list[Contribution | None], params: Tensors, row: int, max_grad_norm: float) -> ClippedSum:
+    """One example whose factors cancel, multiplied out in float64: norm and sum read the same numbers."""
+    one = slice(row, row + 1)
+    gradients = [
+        torch.zeros((1, *p.shape), dtype=torch.float64, device=p.device)
+        if c is None
+        else c.gradients(one, torch.float64)
+        for p, c in zip(params, found, strict=True)
+    ]
+    return clip_and_sum(gradients, max_grad_norm)
+
+
+@contextmanager
+def _patched(kernels: Mapping[nn.Module, Kernel], tape: Tape) -> Iterator[None]:
+    """Kernels in place of the modules' own forward methods, for this block only; hooks of others still run."""
+    before = {module: module.__dict__.get("forward") for module in kernels}
+    try:
+        for module, kernel in kernels.items():
+            module.forward = partial(kernel, module, tape)
+        yield
+    finally:
+        for module, forward in before.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward

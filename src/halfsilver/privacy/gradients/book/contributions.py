@@ -1,0 +1,70 @@
+"""How a parameter's per-example gradients are held: as they are, or as factors from which norm and sum follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from halfsilver.privacy.gradients.base import at_least_float32, row_norms, weighted_rows
+
+
+@dataclass(frozen=True)
+class SquaredNorms:
+    """Squared norm per example, in float64, and how much the computed value may be too small by rounding."""
+
+    squared: Tensor
+    slack: Tensor
+
+
+class Contribution(Protocol):
+    """The per-example gradients G_i of one parameter, i = 0 .. rows - 1, in whatever form.
+
+    Guarantee of every implementation: row i of each result depends on row i of the batch alone, and |G_i|^2, measured
+    on the numbers that `weighted_sum` adds up, is at most squared_i + slack_i up to the margin of the dtype.
+    """
+
+    @property
+    def rows(self) -> int: ...
+
+    def norms(self) -> SquaredNorms: ...
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """sum_i weights_i G_i over the first len(weights) rows, in the shape of the parameter; the others are padding.
+
+        Rows of weight zero may hold anything, NaN included.
+        """
+        ...
+
+    def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
+        """The chosen G_i themselves, [chosen, *shape], computed in `dtype`: for rows whose factors cancel."""
+        ...
+
+
+@final
+class Materialised:
+    """One gradient per example, [rows, *shape]: norm and sum read the same numbers."""
+
+    def __init__(self, gradients: Tensor) -> None:
+        self._gradients = at_least_float32(gradients)
+
+    @property
+    def rows(self) -> int:
+        return len(self._gradients)
+
+    @property
+    def flat(self) -> Tensor:
+        """[rows, numbers]"""
+        return self._gradients.reshape(self.rows, -1)
+
+    def norms(self) -> SquaredNorms:
+        squared = row_norms([self._gradients]).square()
+        return SquaredNorms(squared, torch.zeros_like(squared))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return weighted_rows(weights, self.flat[: len(weights)]).reshape(self._gradients.shape[1:])
+
+    def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
+        return self._gradients[chosen].to(dtype)

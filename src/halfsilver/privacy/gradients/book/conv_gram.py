@@ -1,0 +1,102 @@
+"""Norms of a convolution's gradients without the gradients: for small images with many channels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from halfsilver.privacy.gradients.base import summable_rows
+from halfsilver.privacy.gradients.book.contributions import SquaredNorms
+from halfsilver.privacy.gradients.book.conv_ways import Geometry, Products, columns, row_blocks, weight_gradient
+from halfsilver.privacy.gradients.book.outer import gram_slack, lengths_from, weighted, without_bad
+
+# Numbers of Gram matrices that may exist at once.
+_LARGEST = 2**22
+
+
+def gram_is_small(products: Products) -> bool:
+    """Whether the Gram matrices of one row are no larger than its gradient."""
+    entries = products.g.shape[1] * products.x.shape[1] * products.geometry.taps
+    return _numbers(products) <= entries
+
+
+def _numbers(products: Products) -> int:
+    return max(math.prod(t.shape[2:]) for t in (products.x, products.g)) ** 2
+
+
+@final
+class Gram:
+    """Norms as sum_st <g_s, g_t> <a_s, a_t> over positions s, t, and the sum as one weight gradient of weighted g.
+
+    <a_s, a_t> is the sum over taps of <x_(s + tap), x_(t + tap)>: blocks of one Gram matrix, that of the raw input.
+    """
+
+    def __init__(self, products: Products, examples: int, shape: Sequence[int]) -> None:
+        self._products, self._examples, self._shape = products, examples, tuple(shape)
+
+    @property
+    def rows(self) -> int:
+        return self._examples
+
+    def norms(self) -> SquaredNorms:
+        size = max(1, _LARGEST // _numbers(self._products))
+        parts = [_norms(self._products.part(block)) for block in row_blocks(len(self._products.x), size)]
+        squared, slack = (torch.cat(side).view(self._examples, -1).sum(1) for side in zip(*parts, strict=True))
+        return SquaredNorms(squared, slack)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Always over all rows, for the library plans its kernels by shape; rows of padding have weight zero."""
+        x, g = self._products.x, self._products.g
+        x, g = (t.reshape(self._examples, -1, *t.shape[2:]) for t in (x, g))
+        weights = torch.cat([weights, weights.new_zeros(self._examples - len(weights))])
+        x, g = without_bad(x, weights), weighted(g, weights)
+        shape, size = (g.shape[1], self._products.x.shape[1], *self._products.geometry.kernel), summable_rows(x.dtype)
+        blocks = row_blocks(self._examples, size)
+        parts = [weight_gradient(x[block], g[block], shape, self._products.geometry) for block in blocks]
+        total = parts[0] if len(parts) == 1 else torch.stack([part.double() for part in parts]).sum(0)
+        return total.reshape(self._shape)
+
+    def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
+        groups = len(self._products.x) // self._examples
+        start, stop, _ = chosen.indices(self._examples)
+        part = self._products.part(slice(start * groups, stop * groups)).to(dtype)
+        return columns(part).reshape(stop - start, *self._shape)
+
+
+def _norms(products: Products) -> tuple[Tensor, Tensor]:
+    """Squared norms and slack of these rows."""
+    x, g, geometry = products.x.flatten(2), products.g.flatten(2), products.geometry
+    (height, width), (down, across) = products.x.shape[2:], products.g.shape[2:]
+    left, right = g.mT @ g, (x.mT @ x).view(-1, height, width, height, width)
+    right = _over_taps(right, 2, across, geometry)
+    right = _over_taps(right, 1, down, geometry).reshape(left.shape)
+    entries = g.shape[1] * x.shape[1] * geometry.taps
+    diagonals = [gram.diagonal(dim1=1, dim2=2) for gram in (left, right)]
+    of_g, of_x = (lengths_from(squares, squares.dtype, entries) for squares in diagonals)
+    squared = right.mul_(left).flatten(1).sum(1, dtype=torch.float64).clamp_(min=0.0)
+    return squared, gram_slack(of_g, of_x, g.dtype, entries)
+
+
+def _over_taps(gram: Tensor, dim: int, size: int, geometry: Geometry) -> Tensor:
+    """Entries at the inputs of one kernel tap for two outputs, summed over the taps along `dim` and `dim` + 2."""
+    shape = list(gram.shape)
+    shape[dim] = shape[dim + 2] = size
+    out, length = gram.new_zeros(shape), gram.shape[dim]
+    stride, side = geometry.stride[dim - 1], geometry.padding[dim - 1]
+    for tap in range(geometry.kernel[dim - 1]):
+        offset = tap * geometry.dilation[dim - 1] - side
+        first, last = max(0, -(offset // stride)), min(size - 1, (length - 1 - offset) // stride)
+        if first <= last:  # else this tap sees padding only
+            seen, into = slice(first * stride + offset, last * stride + offset + 1, stride), slice(first, last + 1)
+            _both(out, dim, into).add_(_both(gram, dim, seen))
+    return out
+
+
+def _both(t: Tensor, dim: int, chosen: slice) -> Tensor:
+    index = [slice(None)] * t.dim()
+    index[dim] = index[dim + 2] = chosen
+    return t[tuple(index)]

@@ -1,0 +1,154 @@
+"""What a convolution's gradients are made of, and the two plainest ways to multiply them out for each example."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfsilver.privacy.gradients.base import row_norms, summable_rows
+from halfsilver.privacy.gradients.book.contributions import SquaredNorms
+
+# Numbers of one unfolded input: small enough to stay in a core's cache, and for malloc to use the memory again.
+_CACHED = 2**19
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a convolution walks over its input: kernel size, stride, padding and dilation, each (height, width)."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.kernel)
+
+
+@dataclass(frozen=True)
+class Products:
+    """Input x [rows, in, height, width] and output gradient g [rows, out, height', width'] of a convolution.
+
+    One row is one group of one example: a convolution with G groups is G independent ones.
+    """
+
+    x: Tensor
+    g: Tensor
+    geometry: Geometry
+
+    @classmethod
+    def of(cls, module: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, padding: Sequence[int]) -> Products:
+        if isinstance(module, nn.Conv1d):  # an image of one line
+            x, g = x.unsqueeze(2), g.unsqueeze(2)
+        geometry = Geometry(
+            kernel=_pair(module.kernel_size, 1),
+            stride=_pair(module.stride, 1),
+            padding=_pair(padding, 0),
+            dilation=_pair(module.dilation, 1),
+        )
+        return cls(_split(x, module.groups), _split(g, module.groups), geometry)
+
+    def part(self, rows: slice) -> Products:
+        return Products(self.x[rows], self.g[rows], self.geometry)
+
+    def to(self, dtype: torch.dtype) -> Products:
+        return Products(self.x.to(dtype), self.g.to(dtype), self.geometry)
+
+    def blocks(self, numbers_a_row: int) -> Iterator[slice]:
+        """Rows in blocks that a cache can hold. Their size follows from shapes alone."""
+        blocks = math.ceil(len(self.x) * numbers_a_row / _CACHED)
+        return row_blocks(len(self.x), max(1, math.ceil(len(self.x) / max(1, blocks))))
+
+
+def row_blocks(rows: int, size: int) -> Iterator[slice]:
+    """Slices that cover all rows: at least one, which is empty if there are none."""
+    return (slice(i, min(i + size, rows)) for i in range(0, max(rows, 1), size))
+
+
+def _pair(size: Sequence[int], of_one_line: int) -> Pair:
+    return (size[0], size[1]) if len(size) == 2 else (of_one_line, size[0])
+
+
+def _split(t: Tensor, groups: int) -> Tensor:
+    return t if groups == 1 else t.reshape(len(t) * groups, t.shape[1] // groups, *t.shape[2:])
+
+
+def columns(products: Products) -> Tensor:
+    """[rows, out, in * taps]: the input is copied once a tap, and the rest is one product a row. For few channels."""
+    positions, inputs = math.prod(products.g.shape[2:]), products.x.shape[1] * products.geometry.taps
+    out = products.g.new_empty((len(products.g), products.g.shape[1], inputs))
+    for block in products.blocks(positions * inputs):
+        part = products.part(block)
+        torch.bmm(part.g.flatten(2), _unfolded(part).mT, out=out[block])
+    return out
+
+
+def _unfolded(products: Products) -> Tensor:
+    """[rows, in * taps, positions]: what each tap sees."""
+    geometry, (height, width) = products.geometry, products.geometry.padding
+    x = F.pad(products.x, (width, width, height, height)) if height or width else products.x
+    x = x.contiguous()
+    (b, c, h, w), kernel, stride, dilation = x.stride(), geometry.kernel, geometry.stride, geometry.dilation
+    size = (*x.shape[:2], *kernel, *products.g.shape[2:])
+    steps = (b, c, h * dilation[0], w * dilation[1], h * stride[0], w * stride[1])
+    return x.as_strided(size, steps).reshape(len(x), x.shape[1] * geometry.taps, -1)
+
+
+def grouped(products: Products) -> Tensor:
+    """[rows, out, in, *kernel]: the library's own kernel for grouped convolutions, one row a group."""
+    x, g = products.x, products.g
+    shape = (len(x) * g.shape[1], x.shape[1], *products.geometry.kernel)
+    out = weight_gradient(x.reshape(1, -1, *x.shape[2:]), g.reshape(1, -1, *g.shape[2:]), shape, products.geometry)
+    return out.reshape(len(x), -1, *shape[1:])
+
+
+def weight_gradient(x: Tensor, g: Tensor, shape: Sequence[int], geometry: Geometry) -> Tensor:
+    """The gradient of a weight of this shape, summed over the rows; groups follow from the shapes."""
+    weight = x.new_empty(()).expand(shape)  # its numbers are not read
+    stride, padding, dilation = geometry.stride, geometry.padding, geometry.dilation
+    mask, groups = [False, True, False], x.shape[1] // shape[1]
+    out: Tensor = torch.ops.aten.convolution_backward(
+        g, x, weight, None, stride, padding, dilation, False, [0, 0], groups, mask
+    )[1]
+    return out
+
+
+@final
+class Reordered:
+    """Gradients as products leave them, [parts, rows, numbers]: norm and sum read the same numbers.
+
+    Putting them into the parameter's order would cost another copy; only the sum, which is small, is put into it.
+    """
+
+    def __init__(self, parts: Tensor, restore: Callable[[Tensor], Tensor]) -> None:
+        self._parts, self._restore = parts, restore  # restore: [parts, n, numbers] -> [n, *shape]
+
+    @property
+    def rows(self) -> int:
+        return self._parts.shape[1]
+
+    def norms(self) -> SquaredNorms:
+        squared = row_norms([self._parts.flatten(0, 1)]).square().view(-1, self.rows).sum(0)
+        return SquaredNorms(squared, torch.zeros_like(squared))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Sums over at most `summable_rows` in the dtype of the parts, over more of them in float64."""
+        parts, size = self._parts[:, : len(weights)], summable_rows(self._parts.dtype)
+        if not weights.all():
+            parts = torch.where(weights[:, None] != 0, parts, 0.0)
+        weights = weights.to(parts.dtype)
+        sums = [torch.matmul(weights[block], parts[:, block]) for block in row_blocks(len(weights), size)]
+        total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float64)
+        return self._restore(total[:, None])[0]
+
+    def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
+        return self._restore(self._parts[:, chosen].to(dtype))

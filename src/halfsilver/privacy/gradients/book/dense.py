@@ -1,0 +1,44 @@
+"""Linear layers, with or without a time axis, and embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfsilver.errors import UnsupportedLayer
+from halfsilver.privacy.gradients.base import at_least_float32
+from halfsilver.privacy.gradients.book.contributions import Materialised
+from halfsilver.privacy.gradients.book.outer import OneHot, Outer
+from halfsilver.privacy.gradients.book.tape import Tape, Unchanged, detached
+
+
+def linear(module: nn.Linear, tape: Tape, x: Tensor) -> Tensor:
+    kept = Unchanged(x)
+
+    def record(g: Tensor) -> None:
+        g = at_least_float32(_with_time(g))
+        tape.add(module.weight, lambda: Outer(g, _with_time(kept.get()), module.weight.shape))
+        tape.add(module.bias, lambda: Materialised(g.sum(1)))
+
+    return tape.tap(F.linear(x, module.weight.detach(), detached(module.bias)), record)
+
+
+def embedding(module: nn.Embedding, tape: Tape, index: Tensor) -> Tensor:
+    if module.scale_grad_by_freq:
+        raise UnsupportedLayer("Embedding(scale_grad_by_freq=True) mixes the examples of a batch. Drop the option.")
+    kept = Unchanged(index)
+
+    def record(g: Tensor) -> None:
+        index = kept.get().flatten(1) if kept.get().dim() > 1 else kept.get()[:, None]
+        right = g.reshape(*index.shape, g.shape[-1])
+        if module.padding_idx is not None:
+            right = torch.where((index == module.padding_idx)[:, :, None], 0.0, right)
+        tape.add(module.weight, lambda: Outer(OneHot(index, len(module.weight)), right, module.weight.shape))
+
+    return tape.tap(F.embedding(index, module.weight.detach(), module.padding_idx), record)
+
+
+def _with_time(t: Tensor) -> Tensor:
+    """[rows, T, width], whatever number of dimensions lies between the first and the last."""
+    return t.reshape(len(t), -1, t.shape[-1])

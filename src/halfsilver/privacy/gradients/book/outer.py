@@ -1,0 +1,208 @@
+"""Gradients that are sums over time of outer products: G_i = sum_t l_it r_it^T.
+
+This is what a linear layer, an embedding and the matrices of recurrent layers have in common. Norms come from the
+T x T Gram matrices of the factors, sum_st <l_s, l_t> <r_s, r_t>, and the weighted sum is one matrix product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from halfsilver.privacy.gradients.base import at_least_float32, row_norms, summable_rows
+from halfsilver.privacy.gradients.book.contributions import Contribution, Materialised, SquaredNorms
+from halfsilver.privacy.gradients.book.tune import fastest
+
+# Rounding of a Gram norm, in units of u (sum_t |l_t| |r_t|)^2.
+_ROUNDING_FACTOR = 8.0
+# Numbers of one Gram matrix, or of materialised gradients, that may exist at once: 256 MB in float32.
+_LARGEST = 2**26
+
+
+@final
+class OneHot:
+    """Left factors that pick one row of the parameter each: tokens of an embedding."""
+
+    def __init__(self, index: Tensor, size: int) -> None:
+        self.index, self.size = index, size
+
+
+@final
+class SharedLeft:
+    """Left factors of several parameters: their Gram matrix is computed once for all."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = at_least_float32(values)
+
+    @cached_property
+    def gram(self) -> Tensor:
+        return self.values @ self.values.mT
+
+
+Left = Tensor | OneHot
+
+
+@final
+class Outer:
+    """Factors `left` [rows, T, p] and `right` [rows, T, q] of a parameter with p x q entries."""
+
+    def __init__(self, left: Left | SharedLeft, right: Tensor, shape: Sequence[int]) -> None:
+        self.shared = left if isinstance(left, SharedLeft) else None
+        left = left.values if isinstance(left, SharedLeft) else left
+        self.left = left if isinstance(left, OneHot) else at_least_float32(left)
+        self.right = at_least_float32(right)
+        self.shape = tuple(shape)
+
+    @property
+    def rows(self) -> int:
+        return len(self.right)
+
+    def norms(self) -> SquaredNorms:
+        if self.right.shape[1] == 1:
+            return self._single()
+        return _norms_of([self])
+
+    def _single(self) -> SquaredNorms:
+        """One outer product: its norm is the product of two norms, and nothing cancels."""
+        factors = [self.right] if isinstance(self.left, OneHot) else [self.left, self.right]
+        lengths = [lengths_from(row_norms([t]).square(), t.dtype, t.shape[2]) for t in factors]
+        squared = torch.stack(lengths).square().prod(0)
+        return SquaredNorms(squared, torch.zeros_like(squared))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        size = summable_rows(self.right.dtype)
+        blocks = [slice(i, min(i + size, len(weights))) for i in range(0, len(weights), size)]
+        if len(blocks) == 1:
+            return self._block(blocks[0], weights).reshape(self.shape)
+        total = torch.zeros(self.shape, dtype=torch.float64, device=self.right.device)
+        for block in blocks:
+            total += self._block(block, weights[block]).reshape(self.shape)
+        return total
+
+    def _block(self, chosen: slice, weights: Tensor) -> Tensor:
+        left, right = self.left, self.right[chosen]
+        if isinstance(left, OneHot):
+            out = right.new_zeros((left.size, right.shape[2]))
+            return out.index_add_(0, left.index[chosen].flatten(), weighted(right, weights).flatten(0, 1))
+        left = left[chosen]
+        if left.shape[2] < right.shape[2]:  # weigh the smaller factor, but take bad rows out of both
+            left, right = weighted(left, weights), without_bad(right, weights)
+        else:
+            left, right = without_bad(left, weights), weighted(right, weights)
+        if left.stride(0) < left.stride(1):  # time first in memory, as recurrent layers have it: spare the copy
+            left, right = left.transpose(0, 1), right.transpose(0, 1)
+        return left.flatten(0, 1).T @ right.flatten(0, 1)
+
+    def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
+        right = self.right[chosen].to(dtype)
+        if isinstance(self.left, OneHot):
+            index = self.left.index[chosen]
+            out = right.new_zeros((len(right), self.left.size, right.shape[2]))
+            out.scatter_add_(1, index[:, :, None].expand_as(right), right)
+        else:
+            out = self.left[chosen].to(dtype).transpose(1, 2) @ right
+        return out.reshape(len(right), *self.shape)
+
+
+def combine(parts: Sequence[Contribution]) -> Contribution:
+    """All uses of one parameter: one, or several where weights are tied or a module is called more than once."""
+    outers = [part for part in parts if isinstance(part, Outer)]
+    if len(parts) == 1:
+        return _fastest(outers[0]) if outers else parts[0]
+    if len(outers) == len(parts):
+        return OuterSum(outers)
+    gradients = [part.gradients(slice(None), torch.float64) for part in parts]
+    return Materialised(torch.stack(gradients).sum(0))
+
+
+def _fastest(factors: Outer) -> Contribution:
+    """The factors as they are, or multiplied out where that is measured to be faster."""
+    left, right, entries = factors.left, factors.right, math.prod(factors.shape)
+    rows, steps, width = right.shape
+    ways: dict[str, Callable[[], Contribution]] = {"gram": lambda: factors}
+    if steps > 1 and isinstance(left, Tensor) and rows * entries <= _LARGEST:
+        ways["multiply"] = lambda: Materialised(factors.gradients(slice(None), right.dtype))
+        if rows * steps**2 > _LARGEST or steps * (left.shape[2] + width) > entries:
+            ways = dict(reversed(ways.items()))
+    return fastest(("outer", right.dtype, tuple(right.shape), factors.shape), ways)
+
+
+@final
+class OuterSum:
+    """Several sums of outer products for one parameter: |sum_k G_k|^2 = sum_kl <G_k, G_l>."""
+
+    def __init__(self, parts: Sequence[Outer]) -> None:
+        self._parts = parts
+
+    @property
+    def rows(self) -> int:
+        return self._parts[0].rows
+
+    def norms(self) -> SquaredNorms:
+        return _norms_of(self._parts)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return torch.stack([part.weighted_sum(weights) for part in self._parts]).sum(0)
+
+    def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
+        return torch.stack([part.gradients(chosen, dtype) for part in self._parts]).sum(0)
+
+
+def _norms_of(parts: Sequence[Outer]) -> SquaredNorms:
+    """|sum_k G_k|^2 and a bound on its rounding, from the Gram matrices of all pairs of parts."""
+    squared, lengths, entries = [], [], math.prod(parts[0].shape)
+    for i, one in enumerate(parts):
+        for other in parts[: i + 1]:
+            left, right = _left_gram(one, other), one.right @ other.right.mT
+            same = one is other
+            squared.append((left * right).sum((1, 2), dtype=torch.float64) * (1 if same else 2))
+            if same:
+                diagonals = [gram.diagonal(dim1=1, dim2=2) for gram in (left, right)]
+                lengths.append([lengths_from(squares, squares.dtype, entries) for squares in diagonals])
+    lefts, rights = (torch.cat(side, dim=1) for side in zip(*lengths, strict=True))
+    slack = gram_slack(lefts, rights, parts[0].right.dtype, entries)
+    return SquaredNorms(torch.stack(squared).sum(0).clamp_(min=0.0), slack)
+
+
+def _left_gram(one: Outer, other: Outer) -> Tensor:
+    """<l_s, l'_t> for all s, t: a match of tokens, an entry looked up at a token, or an inner product."""
+    if one.shared is not None and one.shared is other.shared:
+        return one.shared.gram
+    a, b = one.left, other.left
+    if isinstance(a, OneHot) and isinstance(b, OneHot):
+        return (a.index[:, :, None] == b.index[:, None, :]).to(one.right.dtype)
+    if isinstance(a, OneHot):
+        return _left_gram(other, one).mT
+    if isinstance(b, OneHot):
+        return a.gather(2, b.index[:, None, :].expand(-1, a.shape[1], -1))
+    return a @ b.mT
+
+
+def lengths_from(squares: Tensor, dtype: torch.dtype, entries: int) -> Tensor:
+    """Lengths of the factors, none too small: squares that left the range of `dtype` are made up for."""
+    return (squares.double() + entries * torch.finfo(dtype).tiny).sqrt()
+
+
+def gram_slack(left: Tensor, right: Tensor, dtype: torch.dtype, entries: int) -> Tensor:
+    """What rounding and underflow can take from a Gram norm, given the lengths of all factors."""
+    rounding = _ROUNDING_FACTOR * torch.finfo(dtype).eps * (left * right).sum(1).square()
+    lost = left.sum(1).square() + right.sum(1).square() + left.shape[1] ** 2
+    return rounding + entries * torch.finfo(dtype).tiny * lost
+
+
+def weighted(t: Tensor, weights: Tensor) -> Tensor:
+    return without_bad(t, weights) * _beside(weights, t).to(t.dtype)
+
+
+def without_bad(t: Tensor, weights: Tensor) -> Tensor:
+    """Rows of weight zero taken out, because 0 * NaN is NaN."""
+    return t if weights.all() else torch.where(_beside(weights, t) != 0, t, 0.0)
+
+
+def _beside(weights: Tensor, t: Tensor) -> Tensor:
+    return weights.view(-1, *[1] * (t.dim() - 1))

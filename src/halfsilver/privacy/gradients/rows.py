@@ -1,0 +1,94 @@
+"""How many examples a private pass takes at once: the one shape that every private batch is padded to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from statistics import NormalDist
+from typing import Any
+
+import torch
+
+from halfsilver._tensors import Batch, batch_leaves, trainable
+from halfsilver.privacy.gradients.base import GradientBackend, Tunable, clock
+from halfsilver.privacy.plan import PrivacyPlan
+
+# Per-example gradients that may exist at once, in numbers: 1 GB in float64.
+_MATERIALISED = 2**27
+
+_SIZES = (8, 16, 32, 64, 128, 256, 512)
+_ROUNDS = 3
+_LEAST_SECONDS, _SHARE_OF_PLAN = 1.0, 0.01
+
+_measured: dict[tuple[Any, ...], int] = {}
+
+
+def most_rows(model: torch.nn.Module) -> int:
+    """As many as may be in memory at once if each had a gradient of its own, but no more than 512."""
+    parameters = sum(p.numel() for p in trainable(model))
+    return max(1, min(512, _MATERIALISED // max(parameters, 1)))
+
+
+def default_rows(model: torch.nn.Module, expected: float) -> int:
+    """An eighth of the expected batch, if memory allows: larger pieces would mean more padding."""
+    return min(16 * math.ceil(expected / (8 * 16)), most_rows(model))
+
+
+def expected_pieces(rows: int, expected: float, sampling_rate: float) -> float:
+    """Pieces of `rows` examples, the last one padded, that a Poisson sample fills on average.
+
+    >>> round(expected_pieces(64, 500, 0.01), 1), expected_pieces(50, 500, 1.0)
+    (8.3, 10.0)
+    """
+    batch = NormalDist(expected, math.sqrt(expected * (1 - sampling_rate)) + 1e-6)
+    terms = (1 - batch.cdf(k * rows + 0.5) for k in itertools.count())
+    return max(1.0, sum(itertools.takewhile(lambda p: p > 1e-3, terms)))
+
+
+def fastest_rows(
+    backend: GradientBackend, model: torch.nn.Module, made_up: Callable[[int], Batch], plan: PrivacyPlan, share: float
+) -> int:
+    """The number for which a step is fastest, padding included: measured on made-up rows and remembered.
+
+    `share` is the part of the plan's batch that is drawn here. A short plan is not worth long measurements.
+    """
+    if not isinstance(backend, Tunable):
+        return default_rows(model, share * plan.expected_batch_size)
+    shapes = [(tuple(t.shape), t.dtype) for t in (*trainable(model), *batch_leaves(made_up(1)))]
+    key = (*shapes, plan.expected_batch_size, plan.sampling_rate, share, torch.get_num_threads())
+    if key not in _measured:
+        _measured[key] = _fastest(backend, made_up, plan, share, most_rows(model))
+    return _measured[key]
+
+
+def _fastest(backend: Any, made_up: Callable[[int], Batch], plan: PrivacyPlan, share: float, most: int) -> int:
+    """From small to large, until steps have become clearly slower twice, or measuring costs too much of the plan."""
+    costs: dict[int, float] = {}
+    expected, started = share * plan.expected_batch_size, time.monotonic()
+    for rows in _sizes(expected, plan.sampling_rate, most):
+        batch = made_up(rows)
+        backend.tune(batch)
+        costs[rows] = _seconds(backend, batch) * expected_pieces(rows, expected, plan.sampling_rate)
+        best = min(costs.values())
+        slower = all(cost > 1.1 * best for cost in list(costs.values())[-2:])
+        if slower or time.monotonic() - started > max(_LEAST_SECONDS, _SHARE_OF_PLAN * plan.steps * best):
+            break
+    return min(costs, key=lambda rows: costs[rows])
+
+
+def _sizes(expected: float, sampling_rate: float, most: int) -> list[int]:
+    """Sizes to try: up to the first that takes nearly every batch in one piece, which is itself one of them."""
+    spread = math.sqrt(expected * (1 - sampling_rate))
+    whole = 8 * math.ceil((expected + 2.5 * spread) / 8)
+    return sorted({min(size, whole, most) for size in (*_SIZES, whole)})
+
+
+def _seconds(backend: GradientBackend, batch: Batch) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        started = clock()
+        backend.clipped_sum(batch, 1.0)
+        times.append(clock() - started)
+    return min(times)
