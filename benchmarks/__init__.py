@@ -1,0 +1,1 @@
+"""Measurements of the library against its rivals. Run as modules: `python -m benchmarks.speed`."""
