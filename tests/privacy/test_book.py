@@ -235,7 +235,7 @@ def test_a_weight_used_outside_its_module_is_refused() -> None:
             return self.embed(tokens) @ self.embed.weight.T  # type: ignore[no-any-return]
 
     batch = torch.randint(1, 11, (4, STEPS))
-    with pytest.raises(UnsupportedLayer, match="wrong gradients"):
+    with pytest.raises(UnsupportedLayer, match="outside of its module"):
         make_backend(Speed(backend="book"), Direct(), squares, batch)
     assert make_backend(Speed(), Direct(), squares, batch).name == "vmap"
 
@@ -358,3 +358,129 @@ def test_lora_layers_work_or_are_refused(options: dict[str, Any]) -> None:
     expected = sum(flatten(g).double() for g in gradients)
     found = flatten(backend.clipped_sum(batch, 1e6).tensors).double()
     assert float((found - expected).norm()) <= 1e-4 * math.fsum(float(flatten(g).norm()) for g in gradients)
+
+
+def moved(backend: BookKeeping, x: Tensor, clip: float) -> float:
+    """How far the last row moves the sum of all, in units of the clip norm."""
+    whole, less = (backend.clipped_sum(x, clip, rows).tensors for rows in (len(x), len(x) - 1))
+    return float(flatten([a.double() - b.double() for a, b in zip(whole, less, strict=True)]).norm()) / clip
+
+
+def total(model: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return 10 * model(x).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("steps", [1, 256, 1024])
+def test_equal_tokens_add_up_within_the_bound(steps: int) -> None:
+    """Every token of every row is the same: 128 x 1024 equal additions to one entry, which all round the same way."""
+    layer = nn.Embedding(4, 8)
+    tokens = torch.ones(128, steps, dtype=torch.int64)
+    assert 0.99 < moved(BookKeeping(layer, total, tokens[:2]), tokens, 1.0) <= 1.0
+
+
+@pytest.mark.parametrize("width", [512, 4096, 32_768])
+def test_wide_constant_factors_stay_within_the_bound(width: int) -> None:
+    """Tokens that are constant vectors, half of which cancel: the inner products of such factors round one way."""
+    signs = torch.cat([torch.ones(9), -torch.ones(7)])
+
+    def loss(model: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return (model(x) * signs[:, None]).sum((1, 2))
+
+    x = torch.full((3, 16, width), 0.7)
+    backend = BookKeeping(nn.Linear(width, 16, bias=False), loss, x)
+    (alone,) = backend.clipped_sum(x, 1.0, rows=1).tensors
+    assert 0.99 < float(alone.double().norm()) <= 1.0
+    found = Outer(x.new_ones(3, 16, 16) * signs[:, None], x, (16, width)).norms()
+    assert (found.squared + found.slack >= (2 * 4 * 0.7) ** 2 * width * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("steps", [64, 256])
+def test_partly_cancelling_sequences_stay_within_the_bound(steps: int) -> None:
+    """A recurrent layer that is called twice, on sequences whose two halves nearly cancel."""
+    torch.manual_seed(0)
+    layer = nn.RNN(1, 4, batch_first=True)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0] - 0.9 * self.layer(x.flip(1))[0]  # type: ignore[no-any-return]
+
+    x = torch.cat([torch.ones(128, steps // 2, 1), -torch.ones(128, steps // 2, 1)], dim=1)
+    assert 0.9 < moved(BookKeeping(Twice(), total, x[:2]), x, 0.01) <= 1.0
+
+
+def test_margin_is_that_of_the_least_precise_parameter() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.embed = nn.Linear(1, 1, dtype=torch.float64), nn.Embedding(4, 8)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            gate: Tensor = self.first(torch.zeros(len(tokens), 1, dtype=torch.float64))
+            return torch.mul(self.embed(tokens), gate[:, None].float())
+
+    tokens = torch.ones(128, 8, dtype=torch.int64)
+    assert moved(BookKeeping(Mixed(), total, tokens[:2]), tokens, 1.0) <= 1.0
+
+
+def test_rows_without_a_gradient_are_not_multiplied_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a row of zeros was multiplied out")
+
+    monkeypatch.setattr("halfsilver.privacy.gradients.book.backend._direct", refuse)
+    x = torch.randn(ROWS, STEPS, WIDTH)
+    backend = BookKeeping(nn.Linear(WIDTH, WIDTH), lambda model, x: 0 * model(x).sum((1, 2)), x)
+    assert all(not t.any() for t in backend.clipped_sum(x, 1.0).tensors)
+
+
+def test_data_that_asks_for_a_gradient() -> None:
+    layer, x = nn.Linear(WIDTH, 3), torch.randn(ROWS, WIDTH, requires_grad=True)
+    check(layer, x)
+    assert x.grad is None
+
+
+def test_a_weight_that_still_does_nothing_is_noticed() -> None:
+    """A hand-written low-rank layer: its second factor starts at zero, so that no gradient of the first shows yet."""
+
+    class LowRank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+            nn.init.zeros_(self.b.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.b(F.linear(x, self.a.weight))  # type: ignore[no-any-return]
+
+    with pytest.raises(UnsupportedLayer, match="outside of its module"):
+        BookKeeping(LowRank(), squares, torch.randn(2, WIDTH)).clipped_sum(torch.randn(2, WIDTH), 1.0)
+
+
+def test_keyword_arguments_and_positions_given_once() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places, self.out = nn.Embedding(11, WIDTH), nn.Embedding(STEPS, WIDTH), nn.Linear(WIDTH, 3)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            places = torch.arange(tokens.shape[1])[None]
+            return self.out(input=self.words(input=tokens) + self.places(places))  # type: ignore[no-any-return]
+
+    check(Positions(), torch.randint(0, 11, (ROWS, STEPS)))
+
+
+def test_renormalising_embeddings_are_refused() -> None:
+    layer = nn.Embedding(3, 2, max_norm=100.0)
+    with pytest.raises(UnsupportedLayer, match="max_norm"):
+        BookKeeping(layer, squares, torch.tensor([[0]])).clipped_sum(torch.tensor([[0]]), 1.0)
+
+
+def test_gram_matrices_of_many_rows_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = torch.randn(7, 5, 3), torch.randn(7, 5, 4)
+    whole = Outer(left, right, (3, 4)).norms()
+    monkeypatch.setattr("halfsilver.privacy.gradients.book.outer._LARGEST", 4 * 25 * 2)
+    parts = Outer(left, right, (3, 4)).norms()
+    torch.testing.assert_close(parts.squared, whole.squared)
+    torch.testing.assert_close(parts.slack, whole.slack)

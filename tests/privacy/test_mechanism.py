@@ -247,3 +247,44 @@ def test_poisson_rate_reaches_the_gradient(tmp_path: Path) -> None:
     sizes = np.array([float(source.release()[0][0, 0]) for _ in range(400)])
     assert abs(sizes.mean() - 15) < 5 * math.sqrt(50 * 0.3 * 0.7 / 400)
     assert sizes.std() > 2
+
+
+@pytest.mark.parametrize("backend", ["book", "vmap"])
+@pytest.mark.parametrize("order", ["rows", "columns"])
+@pytest.mark.parametrize("outputs", [1, 2, 3])
+@pytest.mark.parametrize("size", [8, 16, 61, 77])
+def test_no_row_is_rounded_by_its_place(tmp_path: Path, backend: Any, order: str, outputs: int, size: int) -> None:
+    """Records whose residual is mere rounding of numbers as large as 1e5, so that where a row stands would show.
+
+    Without the first record all others move up by one place, also across pieces and into another memory layout.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(300, outputs, bias=False)
+    with torch.no_grad():
+        model.weight.mul_(1e6)
+    x = torch.randn(300, 257).T if order == "columns" else torch.randn(257, 300)
+
+    def squared(model: Any, batch: Any) -> Tensor:
+        return torch.as_tensor((model(batch[0]) - batch[1]).square().sum(1))
+
+    y = torch.cat([model(row[None].contiguous()) for row in x]).detach()
+    sums = []
+    for i, kept in enumerate((x, x[1:])):
+        private = PrivateData((kept, y[i:]))
+        p = plan(sampling_rate=1.0, expected_batch_size=257)
+        ledger = Ledger.open(tmp_path / f"{i}.jsonl")
+        source = PrivateGradient(
+            model, squared, private, p, ledger=ledger, run_id="run", speed=Speed(backend=backend, micro_batch_size=size)
+        )
+        sums.append(flatten([t.double() for t in source._clipped_sum().tensors]))
+    assert float((sums[0] - sums[1]).norm()) <= p.max_grad_norm
+
+
+def test_parameters_that_are_unfrozen_later_are_noticed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    model[0].requires_grad_(False)
+    source = mechanism(tmp_path, PrivateData(rows(20)), plan(), model)
+    source.release()
+    model[0].requires_grad_(True)
+    with pytest.raises(ConfigError, match="trainable"):
+        source.release()

@@ -20,7 +20,7 @@ from halfsilver.privacy.entropy import Entropy, OsEntropy
 from halfsilver.privacy.gradients import ClippedSum, GradientBackend, Speed, make_backend
 from halfsilver.privacy.gradients.base import Tunable
 from halfsilver.privacy.gradients.probe import PROBE_ROWS, probe
-from halfsilver.privacy.gradients.rows import default_rows, fastest_rows
+from halfsilver.privacy.gradients.rows import default_rows, fastest_rows, padded_rows
 from halfsilver.privacy.gradients.users import clipped_user_gradient
 from halfsilver.privacy.ledger import Head, Ledger
 from halfsilver.privacy.noise import check_exactness, noisy_mean
@@ -63,6 +63,10 @@ class PrivateGradient:
         self._entropy, self._ledger, self._run_id = entropy or OsEntropy(), ledger, run_id
         self._params, self._here = trainable(model), plan.expected_batch_size / self._world.size
         self._device = self._params[0].device
+        self._channels_last = any(
+            p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous()
+            for p in self._params
+        )
         with self._world.together():
             self._pieces = Pieces(self._params, self._world)
             self._open(private, public_example)
@@ -70,7 +74,7 @@ class PrivateGradient:
             rows = speed.micro_batch_size or self._choose_rows()
         self._rows = self._world.from_lead(lambda: rows)  # one measurement for all: the slowest rank sets the pace
         with self._world.together():
-            self._padding = self._made_up(self._rows if self._records.fixed_shape else 1)
+            self._padding = self._made_up(padded_rows(self._rows) if self._records.fixed_shape else 1)
             self._dimension = sum(p.numel() for p in self._params)
             check_exactness(plan.noise_multiplier, plan.max_grad_norm, self._dimension)
             block = self._steps_per_block()
@@ -155,6 +159,8 @@ class PrivateGradient:
         its own entropy; what the ranks then exchange are released values. So noise is drawn once for each number, and
         by all ranks in parallel.
         """
+        if [id(p) for p in trainable(self._given)] != [id(p) for p in self._params]:
+            raise ConfigError("Expected the same parameters to be trainable as at the start. Make a new Trainer.")
         if self._granted == 0:  # no rank goes on before rank 0 has these steps on disk
             self._granted = self._world.from_lead(self._intend)
         whole_model(self._given)
@@ -226,7 +232,8 @@ class PrivateGradient:
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
         """Made-up rows up to the one shape of all batches."""
-        if rows == self._rows or not self._records.fixed_shape or getattr(self._backend, "any_shape", False):
+        pads = self._records.fixed_shape and not getattr(self._backend, "any_shape", False)
+        if rows == batch_rows(self._padding) or not pads:
             return batch
         columns = zip(batch_leaves(batch), batch_leaves(self._padding), strict=True)
         filled = [torch.cat([t, made_up[rows:]]) for t, made_up in columns]
@@ -246,10 +253,14 @@ class PrivateGradient:
         return self._to_device(self._records.fetch(chosen, self._schema))
 
     def _to_device(self, batch: Batch) -> Batch:
-        """Images lie as the model's weights do, be they private or made up: one layout, as there is one shape."""
-        return map_batch(lambda t: t.to(self._device, non_blocking=True, memory_format=self._layout(t)), batch)
+        """One layout, as there is one shape: C order, but for images if the model's own weights lie otherwise.
 
-    def _layout(self, t: torch.Tensor) -> torch.memory_format:
-        kernels = [p for p in self._model.parameters() if p.dim() == 4]
-        last = any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in kernels)
-        return torch.channels_last if last and t.dim() == 4 else torch.contiguous_format
+        In another order, rows would be rounded in another way; and slices and padded pieces differ in what they keep.
+        """
+        return map_batch(lambda t: self._laid_out(t.to(self._device, non_blocking=True)), batch)
+
+    def _laid_out(self, t: torch.Tensor) -> torch.Tensor:
+        if t.layout != torch.strided:
+            return t
+        last = t.dim() == 4 and self._channels_last
+        return t.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)

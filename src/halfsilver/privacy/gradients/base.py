@@ -148,7 +148,7 @@ def at_least_float32(t: Tensor) -> Tensor:
 
 def clip_and_sum(per_example: Sequence[Tensor], max_grad_norm: float, rows: int | None = None) -> ClippedSum:
     """Clip materialised per-example gradients; norm and sum read the same tensors."""
-    dtype = per_example[0].dtype
-    factors = clip_factors(row_norms(per_example), max_grad_norm, margin(dtype, summable_rows(dtype)), rows)
+    tau = max(margin(dtype, summable_rows(dtype)) for dtype in {g.dtype for g in per_example})
+    factors = clip_factors(row_norms(per_example), max_grad_norm, tau, rows)
     sums = [weighted_rows(factors[:rows], g.reshape(len(g), -1)[:rows]).reshape(g.shape[1:]) for g in per_example]
     return ClippedSum(sums, max_grad_norm)

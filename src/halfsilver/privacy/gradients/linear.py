@@ -80,7 +80,7 @@ def predictions(x: Tensor, weight: Tensor) -> Tensor:
     if x.layout != torch.sparse_csr:
         out = x.new_empty(_BLOCK * math.ceil(len(x) / _BLOCK))
         for i in range(0, len(x), _BLOCK):
-            block = x[i : i + _BLOCK]
+            block = x[i : i + _BLOCK].contiguous()  # columns of a Fortran-ordered matrix round in another order
             if len(block) < _BLOCK:
                 block = torch.cat([block, x.new_zeros(_BLOCK - len(block), x.shape[1])])
             torch.mv(block, weight, out=out[i : i + _BLOCK])

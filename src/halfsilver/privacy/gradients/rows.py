@@ -18,7 +18,12 @@ from halfsilver.privacy.plan import PrivacyPlan
 # Per-example gradients that may exist at once, in numbers: 1 GB in float64.
 _MATERIALISED = 2**27
 
-_SIZES = (8, 16, 32, 64, 128, 256, 512)
+# Libraries compute rows in groups, and one that is left over in another way. At a multiple of this many rows, all of
+# them are rounded alike, wherever they stand.
+_GROUP = 16
+_SIZES = (16, 32, 64, 128, 256, 512)
+# Once a piece takes so long, larger ones have nothing left to gain, but take more memory.
+_LONG_SECONDS = 1.0
 _ROUNDS = 3
 _LEAST_SECONDS, _SHARE_OF_PLAN = 1.0, 0.01
 
@@ -28,12 +33,21 @@ _measured: dict[tuple[Any, ...], int] = {}
 def most_rows(model: torch.nn.Module) -> int:
     """As many as may be in memory at once if each had a gradient of its own, but no more than 512."""
     parameters = sum(p.numel() for p in trainable(model))
-    return max(1, min(512, _MATERIALISED // max(parameters, 1)))
+    return max(1, min(512, _MATERIALISED // max(parameters, 1)) // _GROUP * _GROUP)
+
+
+def padded_rows(rows: int) -> int:
+    """How many rows a piece of `rows` is filled up to: a whole number of groups, or a single row.
+
+    >>> [padded_rows(rows) for rows in (1, 2, 16, 17)]
+    [1, 16, 16, 32]
+    """
+    return 1 if rows == 1 else _GROUP * math.ceil(rows / _GROUP)
 
 
 def default_rows(model: torch.nn.Module, expected: float) -> int:
     """An eighth of the expected batch, if memory allows: larger pieces would mean more padding."""
-    return min(16 * math.ceil(expected / (8 * 16)), most_rows(model))
+    return min(_GROUP * math.ceil(expected / (8 * _GROUP)), most_rows(model))
 
 
 def expected_pieces(rows: int, expected: float, sampling_rate: float) -> float:
@@ -70,10 +84,15 @@ def _fastest(backend: Any, made_up: Callable[[int], Batch], plan: PrivacyPlan, s
     for rows in _sizes(expected, plan.sampling_rate, most):
         batch = made_up(rows)
         backend.tune(batch)
-        costs[rows] = _seconds(backend, batch) * expected_pieces(rows, expected, plan.sampling_rate)
+        seconds = _seconds(backend, batch)
+        costs[rows] = seconds * expected_pieces(rows, expected, plan.sampling_rate)
         best = min(costs.values())
         slower = all(cost > 1.1 * best for cost in list(costs.values())[-2:])
-        if slower or time.monotonic() - started > max(_LEAST_SECONDS, _SHARE_OF_PLAN * plan.steps * best):
+        if (
+            slower
+            or seconds > _LONG_SECONDS
+            or time.monotonic() - started > max(_LEAST_SECONDS, _SHARE_OF_PLAN * plan.steps * best)
+        ):
             break
     return min(costs, key=lambda rows: costs[rows])
 
@@ -81,7 +100,7 @@ def _fastest(backend: Any, made_up: Callable[[int], Batch], plan: PrivacyPlan, s
 def _sizes(expected: float, sampling_rate: float, most: int) -> list[int]:
     """Sizes to try: up to the first that takes nearly every batch in one piece, which is itself one of them."""
     spread = math.sqrt(expected * (1 - sampling_rate))
-    whole = 8 * math.ceil((expected + 2.5 * spread) / 8)
+    whole = padded_rows(math.ceil(expected + 2.5 * spread))
     return sorted({min(size, whole, most) for size in (*_SIZES, whole)})
 
 

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, trainable
+from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, map_batch, trainable
 from halfsilver.privacy.gradients.base import (
     ClippedSum,
     clip_and_sum,
@@ -57,12 +57,13 @@ class BookKeeping:
         params = trainable(self._model)
         if batch_rows(batch) == 0:
             return ClippedSum.zeros(params, max_grad_norm)
-        dtype, found = params[0].dtype, self._contributions(batch)
-        groups = _groups(found)
+        found = self._contributions(batch)
+        groups, tau = _groups(found), max(margin(p.dtype, summable_rows(p.dtype)) for p in params)
         squared, slack = _totals(groups, batch_rows(batch), params[0].device)
         norms = measurable((squared + slack).sqrt())
-        weights = clip_factors(norms, max_grad_norm, margin(dtype, summable_rows(dtype)))[:rows]
-        cancelling = torch.isfinite(norms) & (slack > _SHARE_OF_SLACK * squared)
+        weights = clip_factors(norms, max_grad_norm, tau)[:rows]
+        clipped = torch.isfinite(norms) & (norms > max_grad_norm / (1 + tau))  # of others, an upper bound is enough
+        cancelling = clipped & (slack > _SHARE_OF_SLACK * squared)
         direct = cancelling[:rows].nonzero().flatten().tolist()
         weights[direct] = 0.0
         total = ClippedSum(_weighted_sums(groups, params, weights), max_grad_norm)
@@ -73,8 +74,9 @@ class BookKeeping:
     def _contributions(self, batch: Batch) -> list[Contribution | None]:
         params = trainable(self._model)
         tape = Tape(batch_rows(batch), params[0].device)
+        batch = map_batch(torch.Tensor.detach, batch)  # data that asks for a gradient would hide the first layer
         with _patched(self._kernels, tape), torch.enable_grad():
-            tape.backward(self._loss_fn(self._model, batch))
+            tape.backward(self._loss_fn(self._model, batch), params)
         return tape.contributions(params)
 
 

@@ -24,23 +24,23 @@ from halfsilver.privacy.gradients.book.tune import fastest
 _LARGEST = 2**26
 
 
-def conv(module: nn.Conv1d | nn.Conv2d, tape: Tape, x: Tensor) -> Tensor:
-    if x.dim() != module.weight.dim():
+def conv(module: nn.Conv1d | nn.Conv2d, tape: Tape, input: Tensor) -> Tensor:
+    if input.dim() != module.weight.dim():
         raise UnsupportedLayer(
-            f"{type(module).__name__} got a tensor of shape {tuple(x.shape)}, without a batch dimension. "
+            f"{type(module).__name__} got a tensor of shape {tuple(input.shape)}, without a batch dimension. "
             "Use backend='vmap'."
         )
-    x, padding = _padded(module, x)
-    kept = Unchanged(x)
+    x, padding = _padded(module, input)
+    kept, weight, bias = Unchanged(x), module.weight, module.bias
 
     def record(g: Tensor) -> None:
         g = at_least_float32(g)
-        tape.add(module.weight, lambda: _weight(module, kept.get().to(g.dtype), g, padding))
-        tape.add(module.bias, lambda: Materialised(g.flatten(2).sum(2)))
+        tape.add(weight, lambda: _weight(module, kept.get().to(g.dtype), g, padding))
+        tape.add(bias, lambda: Materialised(g.flatten(2).sum(2)))
 
     forward = F.conv1d if isinstance(module, nn.Conv1d) else F.conv2d
-    weight, bias = module.weight.detach(), detached(module.bias)
-    return tape.tap(forward(x, weight, bias, module.stride, padding, module.dilation, module.groups), record)
+    out = forward(x, weight.detach(), detached(bias), module.stride, padding, module.dilation, module.groups)
+    return tape.tap(out, record)
 
 
 def _padded(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

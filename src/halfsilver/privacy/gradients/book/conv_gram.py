@@ -54,8 +54,8 @@ class Gram:
         x, g = (t.reshape(self._examples, -1, *t.shape[2:]) for t in (x, g))
         weights = torch.cat([weights, weights.new_zeros(self._examples - len(weights))])
         x, g = without_bad(x, weights), weighted(g, weights)
-        shape, size = (g.shape[1], self._products.x.shape[1], *self._products.geometry.kernel), summable_rows(x.dtype)
-        blocks = row_blocks(self._examples, size)
+        shape = (g.shape[1], self._products.x.shape[1], *self._products.geometry.kernel)
+        blocks = row_blocks(self._examples, summable_rows(x.dtype) // 2)
         parts = [weight_gradient(x[block], g[block], shape, self._products.geometry) for block in blocks]
         total = parts[0] if len(parts) == 1 else torch.stack([part.double() for part in parts]).sum(0)
         return total.reshape(self._shape)

@@ -15,13 +15,13 @@ from halfsilver.privacy.gradients.book.tape import Tape, Unchanged, detached
 OneNumberEach = Callable[[Tensor], Tensor]  # of an activation: [rows, *shape of the weight]
 
 
-def layer_norm(module: nn.LayerNorm, tape: Tape, x: Tensor) -> Tensor:
-    out = F.layer_norm(x, module.normalized_shape, detached(module.weight), detached(module.bias), module.eps)
+def layer_norm(module: nn.LayerNorm, tape: Tape, input: Tensor) -> Tensor:
+    out = F.layer_norm(input, module.normalized_shape, detached(module.weight), detached(module.bias), module.eps)
 
     def normalise(x: Tensor) -> Tensor:
         return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
 
-    return _tap(module, tape, x, out, normalise, _over_leading(module.normalized_shape))
+    return _tap(module, tape, input, out, normalise, _over_leading(module.normalized_shape))
 
 
 def rms_norm(module: nn.RMSNorm, tape: Tape, x: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ def rms_norm(module: nn.RMSNorm, tape: Tape, x: Tensor) -> Tensor:
     return _tap(module, tape, x, out, normalise, _over_leading(module.normalized_shape))
 
 
-def group_norm(module: nn.GroupNorm, tape: Tape, x: Tensor) -> Tensor:
-    out = F.group_norm(x, module.num_groups, detached(module.weight), detached(module.bias), module.eps)
+def group_norm(module: nn.GroupNorm, tape: Tape, input: Tensor) -> Tensor:
+    out = F.group_norm(input, module.num_groups, detached(module.weight), detached(module.bias), module.eps)
 
     def normalise(x: Tensor) -> Tensor:
         return F.group_norm(x, module.num_groups, None, None, module.eps)
@@ -42,7 +42,7 @@ def group_norm(module: nn.GroupNorm, tape: Tape, x: Tensor) -> Tensor:
     def over_positions(t: Tensor) -> Tensor:
         return t.reshape(*t.shape[:2], -1).sum(2)
 
-    return _tap(module, tape, x, out, normalise, over_positions)
+    return _tap(module, tape, input, out, normalise, over_positions)
 
 
 def _tap(
@@ -57,13 +57,13 @@ def _tap(
 
     The normalised input is computed anew rather than kept: it would take the memory of one more activation.
     """
-    kept = Unchanged(x)
+    kept, weight, bias = Unchanged(x), module.weight, getattr(module, "bias", None)
 
     def record(g: Tensor) -> None:
         g = at_least_float32(g)
         with torch.no_grad():
-            tape.add(module.weight, lambda: Materialised(summed(g * normalise(at_least_float32(kept.get())))))
-            tape.add(getattr(module, "bias", None), lambda: Materialised(summed(g)))
+            tape.add(weight, lambda: Materialised(summed(g * normalise(at_least_float32(kept.get())))))
+            tape.add(bias, lambda: Materialised(summed(g)))
 
     return tape.tap(out, record)
 

@@ -18,8 +18,8 @@ from halfsilver.privacy.gradients.base import at_least_float32, row_norms, summa
 from halfsilver.privacy.gradients.book.contributions import Contribution, Materialised, SquaredNorms
 from halfsilver.privacy.gradients.book.tune import fastest
 
-# Rounding of a Gram norm, in units of u (sum_t |l_t| |r_t|)^2.
-_ROUNDING_FACTOR = 8.0
+# Rounding of a Gram norm, in units of eps (sum_t |l_t| |r_t|)^2, for inner products of at most so many numbers.
+_ROUNDING_FACTOR, _LONGEST = 16.0, 1024
 # Numbers of one Gram matrix, or of materialised gradients, that may exist at once: 256 MB in float32.
 _LARGEST = 2**26
 
@@ -41,7 +41,7 @@ class SharedLeft:
 
     @cached_property
     def gram(self) -> Tensor:
-        return self.values @ self.values.mT
+        return _inner_products(self.values, self.values)
 
 
 Left = Tensor | OneHot
@@ -62,6 +62,10 @@ class Outer:
     def rows(self) -> int:
         return len(self.right)
 
+    def of_rows(self, chosen: slice) -> Outer:
+        left = OneHot(self.left.index[chosen], self.left.size) if isinstance(self.left, OneHot) else self.left[chosen]
+        return Outer(left, self.right[chosen], self.shape)
+
     def norms(self) -> SquaredNorms:
         if self.right.shape[1] == 1:
             return self._single()
@@ -75,7 +79,7 @@ class Outer:
         return SquaredNorms(squared, torch.zeros_like(squared))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        size = summable_rows(self.right.dtype)
+        size = max(1, summable_rows(self.right.dtype) // (1 if self.right.shape[1] == 1 else 2))
         blocks = [slice(i, min(i + size, len(weights))) for i in range(0, len(weights), size)]
         if len(blocks) == 1:
             return self._block(blocks[0], weights).reshape(self.shape)
@@ -87,15 +91,14 @@ class Outer:
     def _block(self, chosen: slice, weights: Tensor) -> Tensor:
         left, right = self.left, self.right[chosen]
         if isinstance(left, OneHot):
-            out = right.new_zeros((left.size, right.shape[2]))
-            return out.index_add_(0, left.index[chosen].flatten(), weighted(right, weights).flatten(0, 1))
+            # In float64: an entry may be added to once a token, where a matrix product adds in blocks.
+            out = right.new_zeros((left.size, right.shape[2]), dtype=torch.float64)
+            return out.index_add_(0, left.index[chosen].flatten(), weighted(right.double(), weights).flatten(0, 1))
         left = left[chosen]
         if left.shape[2] < right.shape[2]:  # weigh the smaller factor, but take bad rows out of both
             left, right = weighted(left, weights), without_bad(right, weights)
         else:
             left, right = without_bad(left, weights), weighted(right, weights)
-        if left.stride(0) < left.stride(1):  # time first in memory, as recurrent layers have it: spare the copy
-            left, right = left.transpose(0, 1), right.transpose(0, 1)
         return left.flatten(0, 1).T @ right.flatten(0, 1)
 
     def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
@@ -154,16 +157,27 @@ class OuterSum:
 
 
 def _norms_of(parts: Sequence[Outer]) -> SquaredNorms:
-    """|sum_k G_k|^2 and a bound on its rounding, from the Gram matrices of all pairs of parts."""
+    """|sum_k G_k|^2 and a bound on its rounding, over blocks of rows whose Gram matrices take bounded memory."""
+    rows, longest = parts[0].rows, max(part.right.shape[1] for part in parts)
+    size = max(1, _LARGEST // (4 * longest**2))
+    if rows <= size:
+        return _norms_of_block(parts)
+    blocks = [slice(i, i + size) for i in range(0, rows, size)]
+    found = [_norms_of_block([part.of_rows(block) for part in parts]) for block in blocks]
+    return SquaredNorms(torch.cat([n.squared for n in found]), torch.cat([n.slack for n in found]))
+
+
+def _norms_of_block(parts: Sequence[Outer]) -> SquaredNorms:
+    """From the Gram matrices of all pairs of parts."""
     squared, lengths, entries = [], [], math.prod(parts[0].shape)
     for i, one in enumerate(parts):
         for other in parts[: i + 1]:
-            left, right = _left_gram(one, other), one.right @ other.right.mT
+            left, right = _left_gram(one, other), _inner_products(one.right, other.right)
             same = one is other
             squared.append((left * right).sum((1, 2), dtype=torch.float64) * (1 if same else 2))
             if same:
                 diagonals = [gram.diagonal(dim1=1, dim2=2) for gram in (left, right)]
-                lengths.append([lengths_from(squares, squares.dtype, entries) for squares in diagonals])
+                lengths.append([lengths_from(squares, one.right.dtype, entries) for squares in diagonals])
     lefts, rights = (torch.cat(side, dim=1) for side in zip(*lengths, strict=True))
     slack = gram_slack(lefts, rights, parts[0].right.dtype, entries)
     return SquaredNorms(torch.stack(squared).sum(0).clamp_(min=0.0), slack)
@@ -180,7 +194,16 @@ def _left_gram(one: Outer, other: Outer) -> Tensor:
         return _left_gram(other, one).mT
     if isinstance(b, OneHot):
         return a.gather(2, b.index[:, None, :].expand(-1, a.shape[1], -1))
-    return a @ b.mT
+    return _inner_products(a, b)
+
+
+def _inner_products(a: Tensor, b: Tensor) -> Tensor:
+    """<a_s, b_t> for all s, t; long ones in parts that are added in float64, for their rounding grows with length."""
+    width = a.shape[2]
+    if width <= _LONGEST:
+        return a @ b.mT
+    parts = [slice(i, i + _LONGEST) for i in range(0, width, _LONGEST)]
+    return torch.stack([(a[:, :, part] @ b[:, :, part].mT).double() for part in parts]).sum(0)
 
 
 def lengths_from(squares: Tensor, dtype: torch.dtype, entries: int) -> Tensor:

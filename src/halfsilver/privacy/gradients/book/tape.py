@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -44,16 +44,22 @@ class Tape:
         if found.rows != self.rows:
             raise UnsupportedLayer(
                 f"A layer saw {found.rows} examples in a batch of {self.rows}: the model folds another dimension into "
-                "the batch. Use backend='vmap'."
+                "the batch, or leaves out that of the examples (give positions as torch.arange(T).expand(len(x), T)). "
+                "Use backend='vmap'."
             )
         self._found.setdefault(parameter, []).append(found)
 
-    def backward(self, losses: Tensor) -> None:
+    def backward(self, losses: Tensor, parameters: Sequence[Tensor] = ()) -> None:
+        """Run to the taps. A parameter that the losses still depend on was used past its module, and would be lost."""
         if losses.requires_grad:
-            torch.autograd.grad(losses.sum(), self.anchor, allow_unused=True)
+            missed = torch.autograd.grad(losses.sum(), [self.anchor, *parameters], allow_unused=True)[1:]
+            if any(g is not None for g in missed):
+                raise UnsupportedLayer("A weight is used outside of its module. Use backend='vmap'.")
 
     def contributions(self, parameters: Tensors) -> list[Contribution | None]:
         """One contribution a parameter, over all uses of it; None where the losses do not depend on it."""
+        if not self._found.keys() <= set(parameters):
+            raise UnsupportedLayer("A module's weights were exchanged while it ran. Use backend='vmap'.")
         return [combine(self._found[p]) if p in self._found else None for p in parameters]
 
 
