@@ -289,6 +289,16 @@ def failures(folder: Path) -> Result:
     drifting = trainer("plain", callbacks=[drift] if last else [], checkpoint_seconds=0.0)
     note("drift", lambda: fit(drifting, "drift"))
     note("sizes", lambda: trainer("plain").fit(rows(200 + last, torch.float32), public, run_dir=folder / "sizes"))
+    shuffled = tuple(t.flip(0) if last else t for t in rows(200, torch.float32))
+    note("order", lambda: trainer("plain").fit(shuffled, public, run_dir=folder / "order"))
+    note("arguments", lambda: trainer("plain").fit(
+        rows(200, torch.float32), public, run_dir=folder / "arguments", test=public if last else None,
+    ))  # fmt: skip
+
+    def raises(report: hs.StepReport) -> None:
+        raise ValueError("callback")
+
+    note("callback", lambda: fit(trainer("plain", callbacks=[raises] if last else []), "callback"))
     note("dense", lambda: fit(trainer("fsdp", mirror=hs.Quadratic(damping=1.0)), "dense"))
     return {}, seen
 

@@ -241,6 +241,9 @@ def test_an_error_on_one_rank_is_raised_on_all(results: Results) -> None:
         "memory": "MemoryError",
         "drift": "ConfigError",
         "sizes": "ConfigError",
+        "order": "ConfigError",
+        "arguments": "ConfigError",
+        "callback": "ValueError",
         "dense": "ConfigError",
     }
     assert seen["stopped"][1] == "budget"

@@ -199,6 +199,8 @@ def whole_model(model: nn.Module) -> nn.Module:
     parameters.
     """
     if not reshard(model):
+        if any(map(is_sharded, model.parameters())):
+            raise ConfigError("Expected sharded parameters to be those of fully_shard, not of another scheme.")
         return model
     if model not in _COPIES:
         _COPIES[model] = _plain_copy(model)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfsilver._distributed import World
 from halfsilver._tensors import Batch
 from halfsilver.averaging import AverageKind
 from halfsilver.errors import ConfigError, MissingExtra, require
@@ -100,6 +101,8 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         require(
             self.method in ("public", "cold", "warm", "pda"), "method", self.method, "to be public, cold, warm or pda"
         )
+        if World.current(torch.device("cpu")).size > 1:
+            raise ConfigError("MirrorLinearRegression runs in one process. Fit it before torch.distributed starts.")
         private, dtype, width = private_rows(self, X, y, intercept=self.fit_intercept)
         if X_public is None or y_public is None:
             raise ConfigError("Expected X_public and y_public: without public rows use DP-SGD (hs.Trainer).")

@@ -81,4 +81,5 @@ def unpack(
     params, average = trainable(model), under("average.", tensors)
     device = params[0].device
     state.average.tensors = [shard_of(average[str(i)].to(device, copy=True), params[i]) for i in range(len(average))]
-    state.mirror |= {name: t.to(device, copy=True) for name, t in under("mirror.", tensors).items()}
+    mirror = {name: t.to(device, copy=True) for name, t in under("mirror.", tensors).items()}
+    state.mirror |= {name: shard_of(t, state.mirror.get(name, t)) for name, t in mirror.items()}

@@ -106,6 +106,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.model = unwrapped(self.model)
+        reshard(self.model)
         if self.device is not None:
             self.model.to(self.device)
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -119,6 +120,8 @@ class Trainer:
 
     def pretrain(self, public: Any, **options: Any) -> PretrainResult:
         """theta_0 = argmin Psi on public data; options as in `halfsilver.mirror.pretrain`."""
+        reshard(self.model)
+        self._world.spread(replicated(self.model))
         return pretrain(self.model, self.public_loss_fn or self.loss_fn, public, **options)
 
     def fit(
@@ -144,7 +147,10 @@ class Trainer:
         psi = None if public is None else self._public_loss(public)
         reshard(self.model)
         world, config = self._world, self._config()
-        world.require_same("plan and options", [self.plan.to_dict(), config], "Run the same script on all of them.")
+        asked = [delta, test_every, test is not None, public is not None, sorted(self.metrics)]
+        world.require_same(
+            "plan, options and arguments", [self.plan.to_dict(), config, asked], "Run the same script on all of them."
+        )
         world.spread(replicated(self.model))
         with Session.open(run_dir, ledger, self.plan, config=config, delta=delta, world=world) as session:
             saved = session.load()
@@ -275,8 +281,9 @@ class Trainer:
         report = StepReport(step=step, total_steps=total, lr=lr, released_norm=released_norm, metrics=metrics)
         if metrics or step % max(1, total // _LOG_LINES) == 0:
             session.log({"step": step, "lr": lr, "released_norm": released_norm, **metrics})
-        for callback in self.callbacks:
-            callback(report)
+        with session.world.together():
+            for callback in self.callbacks:
+                callback(report)
 
     def _tester(self, test: Any, every: int | None) -> Tester:
         def metrics(step: int) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from halfsilver._distributed import World
 from halfsilver._random import own_randomness
-from halfsilver._sharded import Pieces, whole_model
+from halfsilver._sharded import Pieces, reshard, whole_model
 from halfsilver._tensors import Batch, LossFn, Tensors, batch_leaves, batch_rows, map_batch, take_rows, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.data import PrivateData
@@ -30,6 +32,9 @@ from halfsilver.privacy.sampling import poisson_chunks
 # One durable ledger record covers about a second of steps, and at most a fiftieth of the plan: a kill loses no more.
 _BLOCK_SECONDS = 1.0
 _BLOCK_SHARE = 50
+
+# Records by which several ranks see whether they have the same data.
+_COMPARED = 64
 
 
 @final
@@ -155,14 +160,16 @@ class PrivateGradient:
         behind depends on the private rows: no ledger record, no exception, no global random state. How long it takes
         does.
 
-        The sum without noise goes whole to no rank. Each gets its own pieces, and to these it alone adds noise, from
-        its own entropy; what the ranks then exchange are released values. So noise is drawn once for each number, and
-        by all ranks in parallel.
+        Each rank gets its own pieces of the sum without noise, and to these it alone adds noise, from its own entropy;
+        what the ranks then exchange are released values. So noise is drawn once for each number, and by all ranks in
+        parallel.
         """
+        reshard(self._given)
         if [id(p) for p in trainable(self._given)] != [id(p) for p in self._params]:
             raise ConfigError("Expected the same parameters to be trainable as at the start. Make a new Trainer.")
         if self._granted == 0:  # no rank goes on before rank 0 has these steps on disk
             self._granted = self._world.from_lead(self._intend)
+            self._compare_data()
         whole_model(self._given)
         seed = int(self._entropy.words(1)) & (2**63 - 1)  # for dropout and for data sets that draw
         with self._world.together(), own_randomness(seed, [self._device]):
@@ -179,6 +186,23 @@ class PrivateGradient:
         self._granted -= 1
         self.releases += 1
         return self._pieces.placed(released)
+
+    def _compare_data(self) -> None:
+        """Once, refuse to go on if ranks have the data in different orders: a record could be in several shares then.
+
+        Looks at some records of each rank; nothing is kept of them, and if they agree nothing follows from them.
+        """
+        if self.releases or self._world.size == 1:
+            return
+        with self._world.together(), own_randomness(0, [self._device]):
+            seen = hashlib.sha256()
+            size = self._records.size()
+            some = torch.arange(min(size, _COMPARED)) * size // max(1, min(size, _COMPARED))
+            for t in batch_leaves(self._fetch(some)):
+                seen.update(t.to_dense().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            if self._users is not None:
+                seen.update(json.dumps([int(self._users.order[i]) for i in some]).encode())
+        self._world.require_same("the private data", seen.hexdigest(), "Give each rank all records, in one order.")
 
     def _clipped_sum(self) -> ClippedSum:
         """Of a sample of the units that this rank owns. Nothing in it waits for another rank."""
