@@ -46,9 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--plot", action="store_true", help="draw only")
+    parser.add_argument("--again", help="measure one workload again, e.g. gpt/512x32x64")
     args = parser.parse_args(arguments)
-    if not args.plot:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
+    if args.again:
+        found = json.loads(FIGURES.read_text(encoding="utf-8"))
+        new = [row for name in SWEEPS for row in _sweep(name, args.reps, args.again)]
+        found["rows"] = [row for row in found["rows"] if row["model"] != args.again] + new
+        FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    elif not args.plot:
         rows = [row for name in SWEEPS for row in _sweep(name, args.reps)]
         found = {"rows": rows, "processes": _processes(args.reps), **circumstances(threads=1, reps=args.reps)}
         FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -56,10 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _sweep(name: str, reps: int) -> list[Row]:
+def _sweep(name: str, reps: int, only: str | None = None) -> list[Row]:
     rows: list[Row] = []
     for size in SWEEPS[name]:
         task = workload("gpt/{}x{}x{}".format(*size))
+        if only not in (None, task.name):
+            continue
         x = (
             sum(p.numel() for p in task.model().parameters())
             if name == "parameters"
@@ -108,6 +116,9 @@ def _lines(axis: Any, rows: list[Row], field: str) -> None:
         points = sorted((row["x"], row[field]) for row in rows if row["contender"] == contender and field in row)
         if points:
             axis.loglog(*zip(*points, strict=True), marker="o", ms=4, color=COLOURS[contender], label=contender)
+    ticks = sorted({row["x"] for row in rows})
+    axis.set_xticks(ticks, [f"{x / 1e6:.1f}M" if x > 10_000 else str(x) for x in ticks])
+    axis.minorticks_off()
     axis.grid(alpha=0.3)
 
 

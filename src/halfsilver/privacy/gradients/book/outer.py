@@ -128,7 +128,7 @@ def _fastest(factors: Outer) -> Contribution:
     left, right, entries = factors.left, factors.right, math.prod(factors.shape)
     rows, steps, width = right.shape
     ways: dict[str, Callable[[], Contribution]] = {"gram": lambda: factors}
-    if steps > 1 and isinstance(left, Tensor) and rows * entries <= _LARGEST:
+    if steps > 1 and isinstance(left, Tensor) and rows * entries <= _LARGEST // 4:
         ways["multiply"] = lambda: Materialised(factors.gradients(slice(None), right.dtype))
         if rows * steps**2 > _LARGEST or steps * (left.shape[2] + width) > entries:
             ways = dict(reversed(ways.items()))
