@@ -104,7 +104,7 @@ def unpicklers(tree: ast.AST, module: str) -> Iterator[str]:
 
 
 def network(tree: ast.AST, module: str) -> Iterator[str]:
-    generator = {"ssl.RAND_bytes"}  # of random bytes: opens nothing
+    generator = {"ssl.RAND_add", "ssl.RAND_bytes"}  # of random bytes: opens nothing
     yield from (name for name in imports(tree, module) if name.split(".")[0] in NETWORK and name not in generator)
 
 

@@ -83,8 +83,8 @@ def test_intents_releases_and_draws_reconcile(tmp_path: Path) -> None:
 
 
 def test_noise_is_the_plans_also_on_empty_batches(tmp_path: Path) -> None:
-    """No records at all: what is released is noise of sigma C / expected batch. n = 60,000, chi-square, alpha 1e-6."""
-    model = nn.Linear(6, 10_000, bias=False)
+    """No records at all: what is released is noise of sigma C / expected batch. n = 240,000, chi-square, alpha 1e-6."""
+    model = nn.Linear(6, 40_000, bias=False)
     p = plan(noise_multiplier=1.3, max_grad_norm=0.7, expected_batch_size=8.0)
     source = mechanism(tmp_path, PrivateData((torch.zeros(0, 6), torch.zeros(0, dtype=torch.long))), p, model)
     sample = source.release()[0].double().numpy().ravel()

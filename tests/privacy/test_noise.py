@@ -11,12 +11,16 @@ import torch
 from scipy import stats
 
 from halfsilver.errors import ConfigError
-from halfsilver.privacy.entropy import BLOCK, MAX_NORMAL, OsEntropy, UnsafeSeed, normal
+from halfsilver.privacy.entropy import BLOCK, MAX_NORMAL, Entropy, OsEntropy, UnsafeSeed, normal_blocks
 from halfsilver.privacy.gradients.base import ClippedSum
 from halfsilver.privacy.noise import add_noise, grid, noise_scale, noisy_mean, on_grid
 
 N = 200_000
 ALPHA = 1e-6
+
+
+def normal(entropy: Entropy, n: int) -> torch.Tensor:
+    return torch.cat([torch.empty(0).double(), *(block.clone() for _, block in normal_blocks(entropy, n, 1.0))])
 
 
 def release(total: list[torch.Tensor], sigma: float, sensitivity: float) -> list[torch.Tensor]:
@@ -158,3 +162,11 @@ def test_ten_million_normals_cost_at_most_four_randn() -> None:
     pairs = [(seconds(lambda: torch.randn(n)), seconds(lambda: normal(OsEntropy(), n))) for _ in range(5)]
     plain, ours = (min(x) for x in zip(*pairs, strict=True))
     assert ours < 4 * plain, f"{ours:.3f} s against {plain:.3f} s for torch.randn"
+
+
+def test_every_draw_mixes_in_new_bytes_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfsilver.privacy.entropy.os.urandom", bytes)
+    mixed: list[bytes] = []
+    monkeypatch.setattr("halfsilver.privacy.entropy.RAND_add", lambda fresh, _: mixed.append(fresh))
+    add_noise(ClippedSum([torch.zeros(3), torch.zeros(2 * BLOCK + 1)], 1.0), 1.0, OsEntropy())
+    assert mixed == [bytes(32)] * 4

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
-from ssl import RAND_bytes
+from ssl import RAND_add, RAND_bytes
 from typing import Protocol, final
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 # Small enough that a block's words, radii and angles stay in the cache together.
 BLOCK = 1 << 16
+
+_FRESH_BYTES = 32
 
 
 class Entropy(Protocol):
@@ -27,10 +30,10 @@ class Entropy(Protocol):
 
 @final
 class OsEntropy:
-    """OpenSSL's generator, AES in counter mode, which takes its key from the operating system and renews it.
+    """OpenSSL's generator, AES in counter mode, with new bytes of the kernel's own mixed in before every draw.
 
-    A new process and a forked one start from fresh entropy, so nothing is reused after a crash or a resume. The
-    kernel's own generator is ten times slower and would cost more than the rest of the noise.
+    So nothing is reused after a crash, a fork, a resume or a restored image of the machine. To take all bytes from the
+    kernel would be ten times slower, and cost more than the rest of the noise.
     """
 
     is_private = True
@@ -38,6 +41,7 @@ class OsEntropy:
     def words(self, n: int) -> Tensor:
         if n == 0:
             return torch.empty(0, dtype=torch.int64)
+        RAND_add(os.urandom(_FRESH_BYTES), float(_FRESH_BYTES))
         return torch.frombuffer(bytearray(RAND_bytes(8 * n)), dtype=torch.int64)
 
 
@@ -57,14 +61,6 @@ class UnsafeSeed:
 def uniform(entropy: Entropy, n: int) -> Tensor:
     """`n` float64 values on the grid k * 2^-53, k = 1 .. 2^53: all of (0, 1], never 0, so that its log is finite."""
     return ((entropy.words(n) >> 11) & (2**53 - 1)).add_(1).double().mul_(2.0**-53)
-
-
-def normal(entropy: Entropy, n: int, scale: float = 1.0) -> Tensor:
-    """`n` float64 normals of standard deviation `scale`."""
-    out = torch.empty(n, dtype=torch.float64)
-    for start, block in normal_blocks(entropy, n, scale):
-        out[start : start + len(block)] = block
-    return out
 
 
 def normal_blocks(entropy: Entropy, n: int, scale: float) -> Iterator[tuple[int, Tensor]]:

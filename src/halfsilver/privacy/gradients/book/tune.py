@@ -42,8 +42,3 @@ def _seconds(make: Callable[[], Contribution]) -> float:
     contribution.norms()
     contribution.weighted_sum(torch.full((contribution.rows,), 0.5, dtype=torch.float64))
     return clock() - started
-
-
-def choices() -> dict[tuple[Any, ...], str]:
-    """What has been measured in this process, for people who want to know."""
-    return dict(_choices)
