@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks import oracle, table
+from benchmarks import oracle, show
 from benchmarks.models import Workload, workload
 from halfsilver import PrivacyPlan
 from halfsilver._distributed import World
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "plain_seconds",
         "error",
     )
-    print(json.dumps(result)) if args.json else table.show("Private over plain steps", rows, columns)
+    print(json.dumps(result)) if args.json else show.show("Private over plain steps", rows, columns)
     return int(any(row["error"] > oracle.TOLERANCE for row in rows))
 
 

@@ -1,37 +1,16 @@
-"""The networks of the speed benchmark, in plain PyTorch."""
+"""The networks of the speed benchmark, in plain PyTorch: those of the paper, and some that only it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Recurrent = Callable[..., nn.Module]  # nn.LSTM, or a class with its arguments and parameter names
+from halfsilver.tasks.networks import LanguageModel, Recurrent, cifar_cnn, emnist_cnn
 
-
-def cifar_cnn() -> nn.Module:
-    """The paper's CIFAR-10 network: three pairs of 3x3 convolutions, each with a pool, and two dense layers."""
-    layers: list[nn.Module] = []
-    width = 3
-    for channels in (32, 64, 128):
-        for inputs in (width, channels):
-            layers += [nn.Conv2d(inputs, channels, 3, padding=1), nn.ReLU()]
-        layers.append(nn.MaxPool2d(2))
-        width = channels
-    head = [nn.Flatten(), nn.Linear(128 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10)]
-    return nn.Sequential(*layers, *head)
-
-
-def emnist_cnn() -> nn.Module:
-    """The paper's EMNIST network, as in examples/emnist.py."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 8, stride=2, padding=3), nn.ReLU(),
-        nn.Conv2d(16, 32, 4, stride=2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(32 * 6 * 6, 32), nn.ReLU(), nn.Linear(32, 47),
-    )  # fmt: skip
+__all__ = ["GPT", "Block", "LanguageModel", "LoopLSTM", "Recurrent", "cifar_cnn", "copy_parameters", "emnist_cnn"]
 
 
 class LoopLSTM(nn.LSTM):
@@ -55,20 +34,6 @@ class LoopLSTM(nn.LSTM):
 
 
 _LSTM_PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-
-
-class LanguageModel(nn.Module):
-    """Embedding, LSTM, and one or more dense layers up to the vocabulary."""
-
-    def __init__(self, words: int, width: int, hidden: int, layers: int, recurrent: Recurrent) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(words, width)
-        self.lstm = recurrent(width, hidden, num_layers=layers, batch_first=True)
-        between: list[nn.Module] = [] if hidden == width else [nn.Linear(hidden, width)]
-        self.head = nn.Sequential(*between, nn.Linear(width, words))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(tokens))[0])  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import table
+from benchmarks import show
 from benchmarks.contenders import BASE, CONTENDERS, Options
 from benchmarks.full import add_peaks, two_threads
 from benchmarks.models import HIDDEN, WORKLOADS, workload
@@ -139,10 +139,10 @@ def _versions() -> dict[str, str]:
 
 def _print(result: Row) -> None:
     mirror = [r for r in result["rows"] if r["model"].endswith("+pda")]
-    table.show(f"Cost of a step, relative to {BASE}", [r for r in result["rows"] if r not in mirror])
-    table.show("Half private, half public: relative to plain SGD on both halves", mirror)
-    table.show("Skipped", result["skipped"], ("model", "contender", "reason"))
-    table.show("Wrong clipped sums: not timed", result["wrong"], ("model", "contender", "error", "tolerance", "known"))
+    show.show(f"Cost of a step, relative to {BASE}", [r for r in result["rows"] if r not in mirror])
+    show.show("Half private, half public: relative to plain SGD on both halves", mirror)
+    show.show("Skipped", result["skipped"], ("model", "contender", "reason"))
+    show.show("Wrong clipped sums: not timed", result["wrong"], ("model", "contender", "error", "tolerance", "known"))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ SHARED = {
     "halfsilver._os",
     "halfsilver._distributed",
     "halfsilver._sharded",
+    "halfsilver.averaging",
 }
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "ssl", "urllib", "urllib3"}

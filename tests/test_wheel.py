@@ -75,6 +75,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "halfsilver/py.typed" in names
+    recipes = {path.name for path in (ROOT / "src/halfsilver/tasks/recipes").glob("*.toml")}
+    assert {f"halfsilver/tasks/recipes/{name}" for name in recipes} <= set(names)
+    assert "emnist-workstation.toml" in recipes
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"halfsilver"}
     assert not [name for name in names if name.endswith(".pyc")]

@@ -7,6 +7,7 @@ True
 """
 
 from halfsilver import opacus
+from halfsilver.compare import Comparison, compare
 from halfsilver.errors import BudgetExceeded, HalfsilverError, LedgerCorrupt, UnsupportedLayer
 from halfsilver.mirror import (
     Bregman,
@@ -27,25 +28,30 @@ from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Speed
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.study.problem import Grid, Pretrain, Recipe
 from halfsilver.trainer import RunResult, StepReport, Trainer
 
 __all__ = [
     "Bregman",
     "Budget",
     "BudgetExceeded",
+    "Comparison",
     "DualAveraging",
     "Euclidean",
     "FirstOrder",
     "GradientBall",
+    "Grid",
     "HalfsilverError",
     "Intersection",
     "L2Ball",
     "Ledger",
     "LedgerCorrupt",
+    "Pretrain",
     "PrivacyPlan",
     "PrivateData",
     "PublicLoss",
     "Quadratic",
+    "Recipe",
     "RunResult",
     "Speed",
     "StepReport",
@@ -53,6 +59,7 @@ __all__ = [
     "UnsupportedLayer",
     "chain",
     "clip_released",
+    "compare",
     "constant",
     "cosine",
     "opacus",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from halfsilver.errors import ConfigError, HalfsilverError, MissingExtra
+from halfsilver.errors import HalfsilverError, MissingExtra
 from halfsilver.privacy.plan import PrivacyPlan
 
 try:
@@ -18,6 +17,8 @@ try:
     from rich.table import Table
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtra("typer", "cli") from error
+
+from halfsilver import cli_studies
 
 app = typer.Typer(
     add_completion=False,
@@ -103,35 +104,8 @@ def verify(
     _show(report, as_json, "Verified: chain, checkpoint and statement agree", rows)
 
 
-@app.command()
-def compare(
-    task: Annotated[str, typer.Argument(help="linreg: the paper's synthetic linear regression.")],
-    dims: Annotated[list[int] | None, typer.Option(help="Dimensions (default: 500, 1000, ..., 6000).")] = None,
-    trials: Annotated[int, typer.Option(help="Fresh data sets per dimension.")] = 20,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the result files; what is there is not run again.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Public, cold, warm and pda side by side at one epsilon."""
-    if task != "linreg":
-        raise ConfigError(f"Expected task={task!r} in ('linreg',).")
-    from halfsilver.tasks.linreg_study import DIMS, study
-
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = out or Path(temporary)
-        rows = study(dims or DIMS, trials, folder, tell=lambda text: typer.echo(text, err=True))
-        if out is not None:
-            from halfsilver.plots import linreg_figures
-
-            linreg_figures(rows, out)
-    if as_json:
-        typer.echo(json.dumps({"results": rows}))
-        return
-    table = Table("p", "method", "mean MSE", "± 95 %", title=f"Linear regression, epsilon 1, {trials} trials")
-    for row in rows:
-        table.add_row(str(row["dim"]), row["method"], f"{row['mean']:.5f}", f"{row['ci95']:.5f}")
-    Console().print(table)
+for command in (cli_studies.compare, cli_studies.run, cli_studies.report):
+    app.command()(command)
 
 
 def _asked(plan: PrivacyPlan) -> dict[str, Any]:

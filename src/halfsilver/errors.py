@@ -39,6 +39,10 @@ class ConvergenceError(HalfsilverError):
     """A solver on the public loss did not reach its tolerance."""
 
 
+class DataMissing(HalfsilverError):
+    """A file of a standard data set is not there, or not whole."""
+
+
 class MissingExtra(HalfsilverError, ImportError):
     """An optional dependency is not installed."""
 

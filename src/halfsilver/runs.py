@@ -51,7 +51,7 @@ class RunFolder:
                 "schema_version": SCHEMA_VERSION,
                 "run_id": secrets.token_hex(8),
                 **config,
-                "versions": _versions(),
+                "versions": versions(),
             }
             write_json(self.config, mine)
             return mine
@@ -97,5 +97,5 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     return {name: version(name) for name in ("halfsilver", "torch", "dp-accounting")}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -104,9 +106,54 @@ def test_the_default_optimizer_trains_what_is_trainable() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"holdout": 0.0}, {"holdout": 1.0}, {"epochs": 0}, {"patience": 0}, {"batch_size": 0}],
+    [{"holdout": 1e-9}, {"holdout": 1.0}, {"epochs": 0}, {"patience": 0}, {"batch_size": 0}],
     ids=str,
 )
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         pretrain(network(), squared, data(), **options)
+
+
+def test_without_holdout_all_rows_are_trained_on_for_all_epochs() -> None:
+    rows = torch.randn(30, 3)
+    seen: list[int] = []
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            seen.append(len(batch))
+        return torch.sum(model(batch).square(), 1)
+
+    model = nn.Linear(3, 2)
+    result = pretrain(model, loss_fn, rows, epochs=4, patience=1, holdout=0.0, batch_size=10)
+    assert (result.epochs, result.best_epoch, sum(seen)) == (4, 4, 120)
+    assert math.isnan(result.holdout_loss)
+
+
+def test_the_average_is_what_is_tested_and_left() -> None:
+    """With a learning rate of 0 after the first epoch, by hand: the exponential average of the weights of two steps."""
+    rows, decay = torch.ones(8, 1), 0.5
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 4.0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.25)  # the loss is w^2 / 2: each step takes away a quarter of w
+    loss = lambda m, b: m(b).square().squeeze(1) / 2  # noqa: E731
+    pretrain(model, loss, rows, optimizer=sgd, epochs=3, holdout=0.0, batch_size=8, average=decay)
+    first, second, third = 3.0, 2.25, 1.6875
+    by_hand = decay * ((first + second) / 2) + (1 - decay) * third
+    assert model.weight.item() == pytest.approx(by_hand)
+
+
+def test_the_learning_rate_falls_by_a_cosine() -> None:
+    """Each step takes the learning rate off the weight, whose gradient is 1."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.0)
+    sgd = torch.optim.SGD(model.parameters(), lr=2.0)
+    places: list[float] = []
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            places.append(model.weight.item())
+        return torch.squeeze(model(batch), 1)
+
+    pretrain(model, loss_fn, torch.ones(4, 1), optimizer=sgd, epochs=4, holdout=0.0, batch_size=4, lr_end=0.1)
+    rates = [a - b for a, b in itertools.pairwise([*places, model.weight.item()])]
+    assert rates == pytest.approx([2 * (0.1 + 0.45 * (1 + math.cos(math.pi * t / 4))) for t in range(4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 
 from halfsilver._random import own_randomness
 from halfsilver._tensors import Batch, LossFn, batch_rows, trainable
+from halfsilver.averaging import Average
 from halfsilver.errors import require
 from halfsilver.mirror.rows import PublicRows, derive_seed
+from halfsilver.mirror.schedules import falling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,8 @@ class PretrainResult:
     """How pretraining went; the losses are those of `best_epoch`, whose weights the model now has.
 
     `history` holds (train_loss, holdout_loss) before training and after each epoch, so that
-    `history[best_epoch]` is the best; best_epoch 0 means that training never helped.
+    `history[best_epoch]` is the best; best_epoch 0 means that training never helped. Without held-out rows their losses
+    are NaN and the last epoch counts as the best.
     """
 
     epochs: int
@@ -44,25 +48,32 @@ def pretrain(
     batch_size: int = 64,
     seed: int = 0,
     transform: Callable[[Batch], Batch] | None = None,
+    average: float | None = None,
+    lr_end: float = 1.0,
 ) -> PretrainResult:
     """Train on public data until the held-out loss has not improved for `patience` epochs.
 
     Leaves the best weights in the model, its training flags as they were, and no gradients. The order of
     the rows, dropout and `transform` (which augments training batches only) depend on `seed` alone, and no
-    global random generator is advanced. The default optimizer is Adam with learning rate 1e-3.
+    global random generator is advanced. The default optimizer is Adam with learning rate 1e-3. The learning rate falls
+    by a cosine over `epochs` to the share `lr_end`. `average` is the decay of an exponential average of the weights,
+    which is then what is tested and left in the model. With ``holdout=0`` all rows are trained on for all epochs.
     """
     rows = PublicRows(dataset)
     held_out = round(holdout * len(rows))
-    require(0 < held_out < len(rows), "holdout", holdout, f"to leave rows on both sides of {len(rows)}")
+    require(0 < held_out < len(rows) or holdout == 0, "holdout", holdout, f"to leave rows on both sides of {len(rows)}")
     for name, count in {"epochs": epochs, "patience": patience, "batch_size": batch_size}.items():
         require(count >= 1, name, count, "at least 1")
+    require(0 <= lr_end <= 1, "lr_end", lr_end, "in [0, 1]")
     device = trainable(model)[0].device
     part = _Part(model=model, loss_fn=loss_fn, rows=rows, batch_size=batch_size, device=device)
     optimizer = optimizer or torch.optim.Adam(trainable(model), lr=1e-3)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: falling(epoch / epochs, lr_end))
     with own_randomness(derive_seed(seed, "pretrain"), [device]), _flags_kept(model):
         order = torch.randperm(len(rows))
         train, test = order[held_out:], order[:held_out]
-        return _until_no_better(part, optimizer, train, test, epochs, patience, transform or (lambda batch: batch))
+        transform = transform or (lambda batch: batch)
+        return _until_no_better(part, optimizer, decay, Average(average), train, test, epochs, patience, transform)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +92,11 @@ class _Part:
             yield self.rows.batch(piece, self.device)
 
     def train_epoch(
-        self, index: Tensor, optimizer: torch.optim.Optimizer, transform: Callable[[Batch], Batch]
+        self,
+        index: Tensor,
+        optimizer: torch.optim.Optimizer,
+        transform: Callable[[Batch], Batch],
+        updated: Callable[[], None],
     ) -> float:
         self.model.train()
         total = 0.0
@@ -90,12 +105,18 @@ class _Part:
             loss = self.loss_fn(self.model, transform(batch)).mean()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+            updated()
             total += float(loss.detach()) * batch_rows(batch)
         optimizer.zero_grad(set_to_none=True)
         return total / len(index)
 
+    def losses(self, train: Tensor, test: Tensor) -> tuple[float, float]:
+        return self.mean_loss(train), self.mean_loss(test)
+
     @torch.no_grad()
     def mean_loss(self, index: Tensor) -> float:
+        if not len(index):
+            return math.nan
         self.model.eval()
         return sum(float(self.loss_fn(self.model, batch).sum()) for batch in self.batches(index)) / len(index)
 
@@ -103,18 +124,23 @@ class _Part:
 def _until_no_better(
     part: _Part,
     optimizer: torch.optim.Optimizer,
+    decay: torch.optim.lr_scheduler.LambdaLR,
+    average: Average,
     train: Tensor,
     test: Tensor,
     epochs: int,
     patience: int,
     transform: Callable[[Batch], Batch],
 ) -> PretrainResult:
-    history = [(part.mean_loss(train), part.mean_loss(test))]
+    params, history = trainable(part.model), [part.losses(train, test)]
     best, best_weights = 0, copy.deepcopy(part.model.state_dict())
-    while len(history) <= epochs and len(history) - 1 - best < patience:
-        history.append((part.train_epoch(train, optimizer, transform), part.mean_loss(test)))
-        if history[-1][1] < history[best][1]:  # a NaN is never better
-            best, best_weights = len(history) - 1, copy.deepcopy(part.model.state_dict())
+    while len(history) <= epochs and (not len(test) or len(history) - 1 - best < patience):
+        train_loss = part.train_epoch(train, optimizer, transform, lambda: average.update(params))
+        decay.step()
+        with average.in_place_of(params):
+            history.append((train_loss, part.mean_loss(test)))
+            if not len(test) or history[-1][1] < history[best][1]:  # a NaN is never better
+                best, best_weights = len(history) - 1, copy.deepcopy(part.model.state_dict())
     part.model.load_state_dict(best_weights)
     train_loss, holdout_loss = history[best]
     return PretrainResult(epochs=len(history) - 1, best_epoch=best, train_loss=train_loss,

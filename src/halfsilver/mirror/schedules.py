@@ -110,3 +110,12 @@ def weight_at(alpha: float | Schedule, clock: Clock) -> float:
     value = alpha(clock) if callable(alpha) else alpha
     require(not math.isnan(value), "alpha", value, "in [0, 1]", "The schedule returned NaN.")
     return min(1.0, max(0.0, float(value)))
+
+
+def falling(share: float, end: float) -> float:
+    """Half a cosine from 1 at the start of a run to `end` at its end: the shape of a learning rate.
+
+    >>> [round(falling(share, 0.1), 3) for share in (0.0, 0.5, 1.0)]
+    [1.0, 0.55, 0.1]
+    """
+    return end + (1 - end) * (1 + math.cos(math.pi * min(1.0, share))) / 2

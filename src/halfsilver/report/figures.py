@@ -1,0 +1,120 @@
+"""Figures of a report, and those of one run. Each is drawn narrow enough to be read on a phone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfsilver.plots import COLOURS, INK, new_axes, rendered, style
+from halfsilver.report.words import figure
+
+Json = Mapping[str, Any]
+Paint = Callable[[Any], None]
+Series = Sequence[tuple[float, float]]
+
+LOOKS = {"public": ("--", ""), "cold": ("-.", "o"), "warm": ("-", "s"), "pda": ("-", "^")}
+OTHER = ("-", "o")
+_SIZE = (4.2, 3.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A figure in both formats, with the words that belong to it."""
+
+    name: str
+    title: str
+    caption: str
+    alt: str
+    svg: str
+    png: bytes
+
+    def write(self, folder: Path) -> list[Path]:
+        """Both files, under the picture's name."""
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{self.name}.svg", folder / f"{self.name}.png"]
+        paths[0].write_text(self.svg, encoding="utf-8")
+        paths[1].write_bytes(self.png)
+        return paths
+
+
+def picture(name: str, paint: Paint, *, title: str, caption: str, alt: str, height: float = _SIZE[1]) -> Picture:
+    """Draw by `paint(axes)`, legend below the axes; the files depend on nothing but what is drawn."""
+    with style():
+        drawing, axes = new_axes(_SIZE[0], height)
+        paint(axes)
+        handles, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
+            looks = {"ncols": min(len(labels), 4), "frameon": False, "columnspacing": 1.2}
+            drawing.legend(handles, labels, loc="outside lower center", **looks)
+        drawing.draw_without_rendering()
+        drawing.set_layout_engine("none")  # the layout is found: each format would look for it again
+        svg, png = rendered(drawing, "svg").decode(), rendered(drawing, "png", dpi=200)
+    return Picture(name=name, title=title, caption=caption, alt=alt, svg=svg, png=png)
+
+
+def run_pictures(history: Sequence[Json]) -> dict[str, list[Picture]]:
+    """Figures of the metrics, and of what else the run logged, against steps."""
+    schedule = {"lr": "learning rate", "released_norm": "norm of the released gradient"}
+    names = {name for line in history for name in line} - {"step", *schedule}
+    metrics = sorted(names, key=lambda name: (name != "loss", name != "accuracy", name))
+    made = {
+        "curves": [_logged(history, name, f"test {name}", label_of(name)) for name in metrics],
+        "schedules": [_logged(history, name, label, label) for name, label in schedule.items()],
+    }
+    return {part: [one for one in found if one is not None] for part, found in made.items()}
+
+
+def _logged(history: Sequence[Json], name: str, title: str, label: str) -> Picture | None:
+    values = series(history, name)
+    if not values:
+        return None
+
+    def paint(axes: Any) -> None:
+        marks = {} if len(values) <= 40 else {"marker": ""}
+        line(axes, "pda", [(step, value * scale(name)) for step, value in values], title, **marks)
+        axes.set(xlabel="private steps", ylabel=label)
+        if name in ("lr", "released_norm"):
+            axes.set_ylim(0, None)
+
+    last = figure(values[-1][1], name)
+    whole = title[0].upper() + title[1:]
+    return picture(
+        name, paint, title=whole, caption=f"Last value: {last}.", alt=f"{whole} against private steps; last {last}."
+    )
+
+
+def line(axes: Any, method: str, values: Series, label: str, **looks: Any) -> None:
+    """A line in the colour, dashes and marks of its method."""
+    x, y = zip(*values, strict=True)
+    dashes, marker = LOOKS.get(method, OTHER)
+    every = max(1, len(x) // 6)
+    options = {"linestyle": dashes, "marker": marker, "markersize": 4, "linewidth": 1.7, "markevery": every, **looks}
+    axes.plot(x, y, label=label, color=colour_of(method), **options)
+
+
+def series(lines: Iterable[Json], name: str) -> Series:
+    """(step, value) of the lines that have the value, and a finite one."""
+    return [(line["step"], line[name]) for line in lines if finite(line.get(name)) and finite(line.get("step"))]
+
+
+def finite(value: Any) -> bool:
+    """Whether it is a number that can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def scale(metric: str) -> float:
+    """Accuracies are shares of 1, and drawn in percent."""
+    return 100.0 if "accuracy" in metric else 1.0
+
+
+def label_of(metric: str) -> str:
+    """What is written along its axis."""
+    return f"test {metric}, %" if "accuracy" in metric else f"test {metric}"
+
+
+def colour_of(method: str) -> str:
+    """Its own, or that of the text."""
+    return COLOURS.get(method, INK)

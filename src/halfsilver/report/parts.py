@@ -1,0 +1,85 @@
+"""Parts that the report of a study and that of a run share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from halfsilver.plots import COLOURS
+from halfsilver.report.figures import Picture
+from halfsilver.report.page import Html, facts, inline, section, tag, warning
+from halfsilver.report.words import explained, plain
+
+_UNITS = {"example": "one example (one row of the data)", "user": "one user, with all of their examples"}
+_ADJACENCY = {"add-remove-one": "two data sets are neighbours if one has one unit more than the other"}
+
+
+def gallery(pictures: Sequence[Picture]) -> Html:
+    """Figures side by side, or below each other where there is no room; nothing where there are none."""
+    shown = [
+        tag("figure", tag("h3", p.title), inline(p.svg, name=p.name, alt=p.alt), tag("figcaption", p.caption))
+        for p in pictures
+    ]
+    return tag("div", *shown, class_="figures") if shown else Html("")
+
+
+def stamp_box(stamps: Iterable[str]) -> Html:
+    """What a reader must know before trusting an epsilon."""
+    return warning("Read this with the epsilon:", (explained(str(stamp)) for stamp in stamps))
+
+
+def stamp_line(stamps: Sequence[str]) -> Html:
+    """The same in short, for the top of the page."""
+    names = "; ".join(str(stamp).split(":")[0] for stamp in stamps)
+    link = tag("a", "what that means", href="#privacy")
+    return tag("p", tag("strong", f"Stamped: {names}"), " (", link, ")", class_="stamped") if names else Html("")
+
+
+def guarantee(plan: Mapping[str, Any], epsilon: Mapping[str, Any], delta: Any, adjacency: str) -> Html:
+    """The figures of the guarantee and of the mechanism behind it."""
+    unit = str(plan.get("unit", "example"))
+    rows = [
+        ("epsilon of one run", f"{digits(epsilon.get('pld'))} by PLD (tight), {digits(epsilon.get('rdp'))} by RDP"),
+        ("delta", plain(delta)),
+        ("protected unit", _UNITS.get(unit, unit)),
+        ("adjacency", f"{adjacency}: {_ADJACENCY.get(adjacency, '')}".removesuffix(": ")),
+        ("private steps", plain(plan.get("steps"))),
+        ("sampling rate", plain(plan.get("sampling_rate"))),
+        ("expected batch", plain(plan.get("expected_batch_size"))),
+        ("noise multiplier", plain(plan.get("noise_multiplier"))),
+        ("clip norm", plain(plan.get("max_grad_norm"))),
+    ]
+    return facts(rows)
+
+
+def ledger_part(ledger: Mapping[str, Any]) -> Html:
+    """How often this data has been used, and what all of it costs together."""
+    if not ledger:
+        return Html("")
+    by = str(ledger.get("accountant", "")).upper()
+    rows = [
+        ("runs on this data", plain(ledger.get("runs"))),
+        ("epsilon of all of them", f"{digits(ledger.get('epsilon'))} by {by}"),
+        ("delta of all of them", plain(ledger.get("delta"))),
+    ]
+    words = (
+        "The epsilon of one run bounds what its own output reveals. Whoever sees the outputs of all runs on this data "
+        "can learn as much as the total allows; the ledger counts every run, those of a search and unfinished ones too."
+    )
+    return section("ledger", "Ledger: all runs on this data", tag("p", words), facts(rows))
+
+
+def digits(value: Any) -> str:
+    """An epsilon.
+
+    >>> digits(3.50961), digits(0.0), digits(None)
+    ('3.51', '0', '-')
+    """
+    return f"{value:.3g}" if isinstance(value, int | float) else plain(value)
+
+
+def named(method: str, below: str = "") -> Html:
+    """A method's name with the colour of its lines, and a line of small print."""
+    colour = f"background: var(--{method})" if method in COLOURS else ""
+    swatch = tag("span", class_="swatch", style=colour, aria_hidden="true")
+    return tag("span", swatch, method, *([tag("small", below)] if below else []))

@@ -1,0 +1,119 @@
+"""Numbers and settings as readers want them: few digits, and a dash for what is not there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+NONE = "-"
+METHODS = {
+    "public": "trained on public data only",
+    "cold": "DP-SGD from random weights",
+    "warm": "DP-SGD from the public model",
+    "pda": "warm, with public gradients as the mirror",
+}
+_STAMPS = {
+    "search not accounted": "Settings were chosen with training examples that had been set aside. What that choice "
+    "reveals is in no epsilon on this page.",
+    "quick": "A shortened study, for trying things out. Not a result to publish.",
+    "paper_vocab": "The vocabulary was counted on the private text, as the paper does. That is in no epsilon here.",
+}
+
+
+def figure(value: Any, metric: str = "") -> str:
+    """A value of a metric: accuracy in percent, anything else to four digits.
+
+    >>> figure(0.67031, "accuracy"), figure(1.23456, "loss"), figure(None)
+    ('67.03 %', '1.2346', '-')
+    """
+    if not isinstance(value, int | float):
+        return NONE
+    if not math.isfinite(value):
+        return "not finite"
+    if "accuracy" in metric:
+        return f"{100 * value:.2f} %"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 100 or value == 0 else f"{value:.4g}"
+
+
+def with_interval(found: Mapping[str, Any], metric: str) -> tuple[str, str]:
+    """The mean and half the width of its interval; no width where one seed gives none.
+
+    >>> with_interval({"mean": 0.67, "low": 0.66, "high": 0.68}, "accuracy"), with_interval({"mean": 1.5}, "loss")
+    (('67.00', '± 1.00 %'), ('1.5000', ''))
+    """
+    mean, low, high = (found.get(name) for name in ("mean", "low", "high"))
+    if low is None or high is None or mean is None:
+        return figure(mean, metric), ""
+    half = figure((high - low) / 2, metric)
+    return figure(mean, metric).removesuffix(" %"), f"± {half}"
+
+
+def level(study: Mapping[str, Any]) -> str:
+    """That of the verdict's intervals.
+
+    >>> level({"verdict": {"confidence": 0.9}})
+    '90 %'
+    """
+    return f"{100 * ((study.get('verdict') or {}).get('confidence') or 0.95):g} %"
+
+
+def points(difference: Any, metric: str) -> str:
+    """A difference of two values, signed; of accuracies in percentage points.
+
+    >>> points(-0.0123, "loss"), points(0.0123, "accuracy")
+    ('-0.0123', '+1.23 points')
+    """
+    text = figure(difference, metric).replace(" %", " points")
+    return f"+{text}" if isinstance(difference, int | float) and difference > 0 else text
+
+
+def plain(value: Any) -> str:
+    """Any JSON value on one line.
+
+    >>> plain(1e-06), plain(0.1 + 0.2), plain([1, 2.5]), plain(None), plain(True), plain(48_000)
+    ('1e-6', '0.3', '1, 2.5', '-', 'yes', '48,000')
+    """
+    if value is None or value == [] or value == {}:
+        return NONE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.6g}".replace("e-0", "e-")
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {plain(item)}" for name, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(plain(item) for item in value)
+    return str(value)
+
+
+def flat(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """All entries of a JSON object, those of objects inside it under a longer name.
+
+    >>> list(flat({"a": 1, "grid": {"warm": [0.5, 1.0]}}))
+    [('a', '1'), ('grid warm', '0.5, 1')]
+    """
+    for name, item in value.items():
+        full = f"{above} {name}".strip().replace("_", " ")
+        if isinstance(item, Mapping) and item:
+            yield from flat(item, full)
+        else:
+            yield full, plain(item)
+
+
+def setting(value: Mapping[str, Any] | None) -> str:
+    """A point of the grid.
+
+    >>> setting({"lr": 0.5, "alpha_end": 0.9}), setting({"lr": 2.0, "alpha_end": None})
+    ('learning rate 0.5, alpha to 0.9', 'learning rate 2')
+    """
+    if not value or value.get("lr") is None:
+        return NONE
+    alpha = value.get("alpha_end")
+    return f"learning rate {value['lr']:g}" + ("" if alpha is None else f", alpha to {alpha:g}")
+
+
+def explained(stamp: str) -> str:
+    """A stamp, and what it means where it does not say so itself."""
+    means = next((text for name, text in _STAMPS.items() if stamp.startswith(name)), "")
+    return stamp if ":" in stamp or not means else f"{stamp}: {means}"

@@ -1,0 +1,1 @@
+"""Studies: the four methods side by side at one epsilon, and a verdict."""

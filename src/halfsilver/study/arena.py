@@ -1,0 +1,101 @@
+"""Where a setting is tried out: on public rows only, or on set-aside training rows as papers do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from halfsilver._tensors import map_batch
+from halfsilver.errors import ConfigError
+from halfsilver.mirror.rows import PublicRows
+from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.study.problem import Problem, Recipe
+
+SearchMode = Literal["public search", "paper search"]
+
+# Shares of the public rows in a public search; what is left stays the mirror.
+_PSEUDO_PRIVATE, _VALIDATION = 0.4, 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arena:
+    """A problem with the plan under which it is trained, and whether its "private" rows are really private."""
+
+    problem: Problem
+    plan: PrivacyPlan
+    spends: bool
+
+
+def make_plan(recipe: Recipe, population: int, epsilon: float | None, delta: float) -> PrivacyPlan:
+    """The plan of a whole run: noise as the recipe gives it, or the least that keeps to `epsilon` by PLD."""
+    values = {
+        "steps": recipe.steps(population),
+        "sampling_rate": min(1.0, recipe.batch_size / population),
+        "expected_batch_size": float(min(recipe.batch_size, population)),
+        "max_grad_norm": recipe.max_grad_norm,
+    }
+    if recipe.noise_multiplier is not None:
+        return PrivacyPlan(**values, noise_multiplier=recipe.noise_multiplier)  # type: ignore[arg-type]
+    if epsilon is None:
+        raise ConfigError(f"Expected epsilon for recipe {recipe.name!r}, which leaves the noise open.")
+    return PrivacyPlan.calibrate(**values, epsilon=epsilon, delta=delta)  # type: ignore[arg-type]
+
+
+def search_arena(problem: Problem, recipe: Recipe, plan: PrivacyPlan, mode: SearchMode) -> Arena:
+    """The problem on which settings are compared: shorter runs with the noise, batch and clip norm of the real plan."""
+    shorter = replace(plan, steps=recipe.steps(problem.population, recipe.search_share))
+    return _ARENAS[mode](problem, shorter)
+
+
+def _paper(problem: Problem, plan: PrivacyPlan) -> Arena:
+    if problem.validation is None:
+        raise ConfigError(
+            "A paper search scores on set-aside training examples, and validation=None. Set some aside, or use "
+            "search='public'."
+        )
+    scored = replace(problem, test=problem.validation, curve=None)
+    return Arena(problem=scored, plan=plan, spends=True)
+
+
+def _public(problem: Problem, plan: PrivacyPlan) -> Arena:
+    """Public rows in three parts: the mirror, a stand-in for the private rows, and rows to score on.
+
+    The stand-in rows are repeated until one expected batch can be drawn from them: signal and noise of a step then
+    stand to each other as in the real run.
+    """
+    rows = len(PublicRows(problem.public))
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    stand_in, scored = round(_PSEUDO_PRIVATE * rows), round(_VALIDATION * rows)
+    if min(stand_in, scored, rows - stand_in - scored) < 1:
+        raise ConfigError(f"Expected at least 5 public rows for a public search, got {rows}. Give more of them.")
+    pseudo = order[:stand_in].repeat(math.ceil(plan.expected_batch_size / stand_in))
+    part = replace(
+        problem,
+        private=rows_at(problem.public, pseudo),
+        test=rows_at(problem.public, order[stand_in : stand_in + scored]),
+        public=rows_at(problem.public, order[stand_in + scored :]),
+        population=len(pseudo),
+        curve=None,
+    )
+    rate = min(1.0, plan.expected_batch_size / len(pseudo))
+    return Arena(problem=part, plan=replace(plan, sampling_rate=rate), spends=False)
+
+
+_ARENAS: Mapping[SearchMode, Callable[[Problem, PrivacyPlan], Arena]] = {
+    "paper search": _paper,
+    "public search": _public,
+}
+
+
+def rows_at(data: Any, index: Tensor) -> Any:
+    """Some rows of a public data set, as a data set of the same kind."""
+    tensors = getattr(data, "tensors", data)  # of a TensorDataset
+    if isinstance(tensors, Tensor | tuple | dict):
+        return map_batch(lambda t: t[index.to(t.device)], tensors)
+    return Subset(data, index.tolist())

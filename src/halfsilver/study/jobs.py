@@ -1,0 +1,66 @@
+"""Independent jobs over worker processes of one thread each; with one worker, here and now."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import TypeVar
+
+from halfsilver.errors import require
+
+Job = TypeVar("Job")
+Tell = Callable[[str], None]
+Pool = ProcessPoolExecutor | None  # None: no further process
+
+# Far less than a new worker needs to import torch: the next start never meets a worker of a killed one.
+_PARENT_ASKED_EVERY = 0.2
+
+
+@contextmanager
+def workers(count: int) -> Iterator[Pool]:
+    """`count` processes, which end when this one does, killed or not; none for a count of 1."""
+    require(count >= 1, "workers", count, "at least 1")
+    if count == 1:
+        yield None
+        return
+    context = get_context("spawn")  # a fork would copy locks and threads of torch
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_prepare, initargs=(os.getpid(),)) as pool:
+        yield pool
+
+
+def _prepare(parent: int) -> None:
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _end_with(parent: int) -> None:
+    """A worker whose parent was killed would finish its job beside the next start, and then wait for ever."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_ASKED_EVERY)
+    os._exit(1)
+
+
+def do_all(pool: Pool, execute: Callable[[Job], str], jobs: Sequence[Job], tell: Tell) -> None:
+    """Run all jobs, in this order as far as there are workers; the first error ends it."""
+    started = time.monotonic()
+    for done, text in enumerate(_finished(pool, execute, jobs), 1):
+        tell(f"{text} ({done} of {len(jobs)}, {time.monotonic() - started:.0f} s)")
+
+
+def _finished(pool: Pool, execute: Callable[[Job], str], jobs: Sequence[Job]) -> Iterable[str]:
+    if pool is None:
+        yield from (execute(job) for job in jobs)
+        return
+    futures = [pool.submit(execute, job) for job in jobs]
+    try:
+        yield from (future.result() for future in as_completed(futures))
+    finally:
+        for future in futures:
+            future.cancel()

@@ -1,0 +1,130 @@
+"""Studies and runs of the benchmark tasks, by the names of task and recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from halfsilver.compare import SEARCH
+from halfsilver.errors import ConfigError, require
+from halfsilver.runs import read_json
+from halfsilver.study.arena import Arena, make_plan
+from halfsilver.study.jobs import Tell
+from halfsilver.study.problem import METHODS, Grid, Recipe, Setting
+from halfsilver.study.run import Run, run
+from halfsilver.study.source import TaskSource
+from halfsilver.study.start import make_start
+from halfsilver.study.study import Asked, Study, seeds_for
+from halfsilver.tasks import TASKS
+from halfsilver.tasks.recipes import load
+
+DEFAULT_DELTA = 1e-5
+
+
+def study_of_task(
+    task: str,
+    *,
+    data: Path,
+    recipe: str = "workstation",
+    epsilon: float | None = None,
+    delta: float | None = None,
+    seeds: int = 3,
+    cold_seeds: int | None = None,
+    methods: Sequence[str] = METHODS,
+    search: str = "public",
+    quick: bool = False,
+    out: Path | None = None,
+) -> Study:
+    """The study of a task as the command line asks for it."""
+    require(search in SEARCH, "search", search, f"in {tuple(SEARCH)}")
+    made, more = _recipe(task, recipe, quick)
+    epsilon = more.get("epsilon") if epsilon is None else epsilon
+    options = _options(more, set_aside=search == "paper")
+    name = f"{task}-eps{epsilon:g}-{recipe}{'-quick' if quick else ''}" if epsilon else f"{task}-{recipe}"
+    asked = Asked(
+        task=task,
+        recipe=made,
+        epsilon=epsilon,
+        delta=_delta(delta, more),
+        seeds=seeds_for(methods, seeds, cold_seeds),
+        search=SEARCH[search],
+        quick=quick,
+        options=options,
+    )
+    return Study(folder=out or Path("studies") / name, asked=asked, source=TaskSource.of(task, data, options))
+
+
+def run_of_task(
+    name: str,
+    *,
+    method: str,
+    data: Path,
+    epsilon: float | None,
+    delta: float | None,
+    rate: float | None,
+    alpha_end: float | None,
+    seed: int,
+    quick: bool,
+    out: Path | None,
+    tell: Tell,
+) -> dict[str, Any]:
+    """One run at a given setting, without a search; the result record, with the folder it is in."""
+    task, _, recipe_name = name.partition("-")
+    recipe, more = _recipe(task, recipe_name or "workstation", quick)
+    options = _options(more, set_aside=False)
+    problem = TaskSource.of(task, data, options)()
+    own_delta = _delta(delta, more)
+    plan = make_plan(recipe, problem.population, more.get("epsilon") if epsilon is None else epsilon, own_delta)
+    folder = out or Path("runs") / f"{name}-{method}{'-quick' if quick else ''}-seed-{seed}"
+    job = Run(
+        method=method,
+        seed=seed,
+        setting=_setting(recipe.grid, method, rate, alpha_end),
+        folder=folder,
+        start=folder / "start.safetensors",
+        ledger=folder / "ledger.jsonl",
+        delta=own_delta,
+    )
+    tell(f"{method} at {job.setting.label}, noise multiplier {plan.noise_multiplier:.4g}, {plan.steps} steps")
+    if method != "cold":
+        make_start(problem, recipe, seed, job.start)
+    run(Arena(problem=problem, plan=plan, spends=True), recipe, job, progress=None)
+    return {**read_json(job.result), "quick": quick, "folder": str(folder)}
+
+
+def quick_recipe(recipe: Recipe) -> Recipe:
+    """2 epochs, 3 learning rates and 1 alpha end."""
+    grid = recipe.grid
+    middle = (grid.alpha_end[len(grid.alpha_end) // 2],)
+    small = Grid(cold=_three(grid.cold), warm=_three(grid.warm), pda=_three(grid.warm), alpha_end=middle)
+    return replace(recipe, epochs=min(2.0, recipe.epochs), grid=small)
+
+
+def _three(rates: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(sorted({rates[0], rates[len(rates) // 2], rates[-1]}))
+
+
+def _recipe(task: str, name: str, quick: bool) -> tuple[Recipe, dict[str, Any]]:
+    if task not in TASKS:
+        raise ConfigError(f"Expected task={task!r} in {('linreg', *TASKS)}.")
+    recipe, more = load(task, name)
+    return (quick_recipe(recipe) if quick else recipe), more
+
+
+def _options(more: dict[str, Any], *, set_aside: bool) -> dict[str, Any]:
+    """The task's options; training rows are set aside only for a search that scores on them."""
+    return {**more.get("task", {}), **({} if set_aside else {"validation": 0})}
+
+
+def _delta(delta: float | None, more: dict[str, Any]) -> float:
+    return float(more.get("delta", DEFAULT_DELTA)) if delta is None else delta
+
+
+def _setting(grid: Grid, method: str, rate: float | None, alpha_end: float | None) -> Setting:
+    rates = getattr(grid, method if method != "public" else "warm")
+    rate = rates[len(rates) // 2] if rate is None else rate
+    if method != "pda":
+        return Setting(rate)
+    return Setting(rate, grid.alpha_end[len(grid.alpha_end) // 2] if alpha_end is None else alpha_end)

@@ -1,0 +1,148 @@
+"""What a study learns (`Problem`) and how it is trained (`Recipe`), both as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from halfsilver._tensors import Batch, LossFn
+from halfsilver.errors import require
+
+METHODS = ("public", "cold", "warm", "pda")
+Augment = Callable[[Batch], Batch]
+
+_BETTER = {"accuracy": 1, "loss": -1, "error": -1, "perplexity": -1}  # by a part of the metric's name
+
+
+def better(metric: str) -> int:
+    """1 if more of it is better, -1 if less is, 0 if its name does not tell.
+
+    >>> better("top-5 accuracy"), better("loss"), better("length")
+    (1, -1, 0)
+    """
+    return next((sign for part, sign in _BETTER.items() if part in metric), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Data, model and loss.
+
+    `make_model` takes its random weights from torch's global generator, which the caller seeds. `population` is the
+    declared number of private records: a public constant, never counted by the library. `validation` holds training
+    records that are set aside for a search as papers do it; nothing else may touch them. `curve` are the test rows on
+    which curves are drawn (all of them by default). `augment` changes a public batch at random, by torch's global
+    generator. `about` says in JSON where the data come from and how they were split; its "stamps" are shown to readers.
+    """
+
+    make_model: Callable[[], nn.Module]
+    loss_fn: LossFn
+    private: Any
+    public: Any
+    test: Any
+    population: int
+    metrics: Mapping[str, LossFn] = field(default_factory=dict)
+    validation: Any = None
+    curve: Any = None
+    augment: Augment | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(self.population >= 1, "population", self.population, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrain:
+    """How theta_0 is found on public data: Adam, early stopping after `patience` epochs without a better held-out loss.
+
+    `holdout` is the share of public rows that early stopping looks at; 0 trains on all of them for all `epochs`.
+    `average` is the decay of an exponential average of the weights; `lr_end` the share of `lr` at the end of a cosine.
+    """
+
+    epochs: int = 60
+    patience: int = 10
+    batch_size: int = 64
+    lr: float = 1e-3
+    lr_end: float = 1.0
+    weight_decay: float = 0.0
+    holdout: float = 0.1
+    augment: bool = False
+    average: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What is searched: learning rates for each method on its own, and where alpha ends for pda."""
+
+    cold: tuple[float, ...]
+    warm: tuple[float, ...]
+    pda: tuple[float, ...]
+    alpha_end: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("cold", "warm", "pda"):
+            rates = getattr(self, name)
+            require(len(rates) > 0 and min(rates) > 0, f"{name} learning rates", rates, "one or more above 0")
+        ends = self.alpha_end
+        require(len(ends) > 0 and 0 <= min(ends) <= max(ends) <= 1, "alpha_end", ends, "one or more in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything about training that is the same for all methods, and the grid of what is not.
+
+    `clip_released` clips the released gradient once more, to `max_grad_norm`. `public_max_norm` and `augment_public`
+    are about the public gradient in the mirror step. `average` is the decay of an exponential average of the iterates,
+    and the learning rate falls by a cosine to the share `lr_end`. A search run is `search_share` of a whole one.
+    `score` is the metric by which settings are chosen: "loss", or the name of one of the problem's metrics.
+    With `noise_multiplier` the noise is given and epsilon follows; without it PLD finds the noise for a given epsilon.
+    """
+
+    name: str
+    batch_size: int
+    epochs: float
+    public_batch_size: int
+    grid: Grid
+    pretrain: Pretrain = field(default_factory=Pretrain)
+    max_grad_norm: float = 1.0
+    clip_released: bool = False
+    public_max_norm: float | None = None
+    augment_public: bool = False
+    average: float | None = None
+    lr_end: float = 1.0
+    search_share: float = 0.2
+    score: str = "loss"
+    autocast: str | None = None
+    noise_multiplier: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        require(self.public_batch_size >= 1, "public_batch_size", self.public_batch_size, "at least 1")
+        require(self.epochs > 0, "epochs", self.epochs, "above 0")
+        require(0 < self.search_share <= 1, "search_share", self.search_share, "in (0, 1]")
+        require(0 <= self.lr_end <= 1, "lr_end", self.lr_end, "in [0, 1]")
+        require(better(self.score) != 0, "score", self.score, "to be 'loss' or a metric such as 'accuracy'")
+        require(self.autocast in (None, "bfloat16"), "autocast", self.autocast, "to be 'bfloat16' or None")
+
+    def steps(self, population: int, share: float = 1.0) -> int:
+        """Private steps of a run over `share` of the epochs."""
+        return max(1, round(share * self.epochs * population / self.batch_size))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the grid."""
+
+    lr: float
+    alpha_end: float | None = None
+
+    @property
+    def label(self) -> str:
+        """A name for folders.
+
+        >>> Setting(0.5, 0.9).label
+        'lr=0.5,alpha=0.9'
+        """
+        return f"lr={self.lr:g}" if self.alpha_end is None else f"lr={self.lr:g},alpha={self.alpha_end:g}"

@@ -1,0 +1,183 @@
+"""One run of a study: a method, a setting and a seed, from theta_0 to its result file."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from halfsilver import _os
+from halfsilver._tensors import trainable
+from halfsilver.mirror import Clock, Euclidean, FirstOrder, MirrorMap, chain, clip_released, cosine
+from halfsilver.mirror.rows import PublicRows
+from halfsilver.mirror.schedules import falling
+from halfsilver.privacy.data import PrivateData
+from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.runs import write_json
+from halfsilver.study.arena import Arena
+from halfsilver.study.problem import Problem, Recipe, Setting
+from halfsilver.study.start import load_start, new_model, precision
+from halfsilver.trainer import RunResult, Trainer
+
+CURVE_POINTS = 20
+_ROWS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is to be run, and where its files are."""
+
+    method: str
+    seed: int
+    setting: Setting
+    folder: Path
+    start: Path
+    ledger: Path
+    delta: float
+
+    @property
+    def result(self) -> Path:
+        return self.folder / "result.json"
+
+
+def run(
+    arena: Arena, recipe: Recipe, job: Run, *, curve_points: int = CURVE_POINTS, progress: bool | None = False
+) -> None:
+    """Train and evaluate, going on where an earlier process stopped; afterwards `job.result` exists."""
+    if job.result.exists():
+        return
+    started = time.monotonic()
+    problem = arena.problem
+    model = new_model(problem, job.seed)
+    if job.method != "cold":
+        load_start(model, job.start)
+    trainer = make_trainer(model, problem, recipe, job, arena.plan)
+    trainer.progress = progress
+    curve_rows = problem.test if problem.curve is None else problem.curve
+    first = {"step": 0, **trainer.evaluate(curve_rows)} if curve_points else {}
+    result = None
+    if job.method != "public":
+        result = trainer.fit(
+            _with_example(problem),
+            problem.public,
+            run_dir=job.folder,
+            ledger=job.ledger,
+            delta=job.delta,
+            test=curve_rows if curve_points else None,
+            test_every=max(1, arena.plan.steps // max(1, curve_points)),
+        )
+    record = _record(job, arena.plan, result, model, problem)
+    record["curve"] = [first, *_curve(result)] if curve_points else []
+    job.folder.mkdir(parents=True, exist_ok=True)
+    write_json(job.result, {**record, "seconds": time.monotonic() - started})
+
+
+def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Run, plan: PrivacyPlan) -> Trainer:
+    """The one difference between the methods is the mirror, and where they start."""
+    sgd = torch.optim.SGD(trainable(model), lr=job.setting.lr)
+    steps = plan.steps
+    return Trainer(
+        model,
+        problem.loss_fn,
+        optimizer=sgd,
+        plan=plan,
+        mirror=mirror_of(recipe, job),
+        public_loss_fn=_public_loss_fn(problem, recipe),
+        public_batch_size=recipe.public_batch_size,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: falling(step / steps, recipe.lr_end)),
+        average=recipe.average,
+        metrics=problem.metrics,
+        speed=precision(recipe),
+    )
+
+
+def mirror_of(recipe: Recipe, job: Run) -> MirrorMap:
+    mirror: MirrorMap = Euclidean()
+    if job.method == "pda":
+        mirror = FirstOrder(cosine(end=job.setting.alpha_end), public_max_norm=recipe.public_max_norm)
+    return chain(clip_released(recipe.max_grad_norm), mirror) if recipe.clip_released else mirror
+
+
+def _public_loss_fn(problem: Problem, recipe: Recipe) -> Any:
+    """The loss of the mirror step: augmented if asked for, at the precision of the private passes."""
+    loss_fn, augment = precision(recipe).precise(problem.loss_fn), problem.augment
+    if augment is None or not recipe.augment_public:
+        return loss_fn
+    # PublicLoss seeds the generators by the step, so the augmentation is a function of seed and step as well.
+    return lambda model, batch: loss_fn(model, augment(batch))
+
+
+def _with_example(problem: Problem) -> PrivateData:
+    """The private rows; in a study they are of the public rows' kind, so one of these shows the shapes."""
+    if isinstance(problem.private, PrivateData):
+        return problem.private
+    return PrivateData(problem.private, example=PublicRows(problem.public).example())
+
+
+def _record(
+    job: Run, plan: PrivacyPlan, result: RunResult | None, model: nn.Module, problem: Problem
+) -> dict[str, Any]:
+    metrics = {"loss": problem.loss_fn, **problem.metrics}
+    values = {name: per_example(model, fn, problem.test) for name, fn in metrics.items()}
+    job.folder.mkdir(parents=True, exist_ok=True)
+    # Of public or set-aside rows: what a choice between settings is paired over.
+    _os.write_atomically(job.folder / "scored.safetensors", save({name: v.float() for name, v in values.items()}))
+    epsilon = {"pld": 0.0, "rdp": 0.0} if result is None else dict(result.statement["epsilon_planned"])
+    return {
+        "method": job.method,
+        "seed": job.seed,
+        "setting": asdict(job.setting) if result else None,
+        "epsilon": epsilon,
+        "delta": job.delta,
+        "noise_multiplier": plan.noise_multiplier if result else None,
+        "steps": plan.steps if result else 0,
+        "final": {name: _mean(v) for name, v in values.items()},
+        "trace": _trace(job, plan, result.history) if result else [],
+        "stamps": list(result.statement["not_private_because"]) if result else [],
+    }
+
+
+def _mean(values: Tensor) -> float | None:
+    """A run that diverged has no figure; JSON has no NaN."""
+    mean = float(values.double().mean())
+    return mean if math.isfinite(mean) else None
+
+
+@torch.no_grad()
+def per_example(model: nn.Module, fn: Any, data: Any) -> Tensor:
+    """One value for each public row, in eval mode."""
+    rows, device, mode = PublicRows(data), trainable(model)[0].device, model.training
+    model.eval()
+    pieces = (slice(i, i + _ROWS_AT_ONCE) for i in range(0, len(rows), _ROWS_AT_ONCE))
+    values = torch.cat([fn(model, rows.batch(piece, device)).cpu() for piece in pieces])
+    model.train(mode)
+    return values
+
+
+def _trace(job: Run, plan: PrivacyPlan, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Learning rate, alpha and norm of the released gradient over the run."""
+    alpha = cosine(end=1.0 if job.setting.alpha_end is None else job.setting.alpha_end)
+    lines = [line for line in history if "released_norm" in line]
+    return [
+        {
+            "step": line["step"],
+            "lr": line["lr"],
+            "alpha": alpha(Clock(step=line["step"] - 1, total_steps=plan.steps)),
+            "released_norm": line["released_norm"],
+        }
+        for line in lines[:: max(1, len(lines) // 50)]
+    ]
+
+
+def _curve(result: RunResult | None) -> list[dict[str, Any]]:
+    left_out = ("lr", "released_norm")
+    history = result.history if result else ()
+    points = ({k: v for k, v in line.items() if k not in left_out} for line in history if "loss" in line)
+    return [{k: v if math.isfinite(v) else None for k, v in point.items()} for point in points]

@@ -1,0 +1,364 @@
+"""Studies: what is searched on which rows, what is chosen, and that nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import halfsilver as hs
+from halfsilver import checkpoint
+from halfsilver.errors import ConfigError, RunFolderBusy
+from halfsilver.study import study as study_module
+from halfsilver.study.arena import make_plan, search_arena
+from halfsilver.study.problem import Problem, Setting
+from halfsilver.study.search import choose, first_settings, neighbours, settings_wanted
+from halfsilver.study.start import new_model
+from halfsilver.study.study import Asked, Study, ledger_totals
+
+GRID = hs.Grid(cold=(0.5, 1.0), warm=(0.5, 1.0), pda=(1.0,), alpha_end=(0.9,))
+RECIPE = hs.Recipe(
+    name="tiny",
+    batch_size=20,
+    epochs=2,
+    public_batch_size=8,
+    grid=GRID,
+    pretrain=hs.Pretrain(epochs=3),
+    average=0.9,
+    lr_end=0.1,
+)
+
+
+def records(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=generator)
+    return x, (x.sum(1) > 0).long()
+
+
+def loss_fn(model: Any, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def accuracy(model: Any, batch: Any) -> Tensor:
+    return torch.eq(model(batch[0]).argmax(1), batch[1]).double()
+
+
+def make_model() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+def problem(**changes: Any) -> Problem:
+    values: dict[str, Any] = {
+        "make_model": make_model,
+        "loss_fn": loss_fn,
+        "private": records(200, 0),
+        "public": records(40, 1),
+        "test": records(100, 2),
+        "validation": records(50, 3),
+        "population": 200,
+        "metrics": {"accuracy": accuracy},
+    }
+    return Problem(**{**values, **changes})
+
+
+def asked(**changes: Any) -> Asked:
+    values: dict[str, Any] = {
+        "task": "custom",
+        "recipe": RECIPE,
+        "epsilon": 5.0,
+        "delta": 1e-4,
+        "seeds": {"public": 2, "cold": 1, "warm": 2, "pda": 2},
+        "quick": True,
+    }
+    return Asked(**{**values, **changes})
+
+
+class Forbidden(Dataset[Any]):
+    """Private rows that must not be read."""
+
+    def __len__(self) -> int:
+        raise AssertionError("a private row was counted")
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a private row was read")
+
+
+# ---- what a search sees
+
+
+def test_public_search_reads_no_private_row_and_keeps_the_noise_of_the_real_plan() -> None:
+    own = problem(private=Forbidden(), validation=Forbidden())
+    plan = make_plan(RECIPE, own.population, 5.0, 1e-4)
+    arena = search_arena(own, RECIPE, plan, "public search")
+    assert not arena.spends
+    same = ("noise_multiplier", "expected_batch_size", "max_grad_norm", "unit")
+    assert {n: getattr(arena.plan, n) for n in same} == {n: getattr(plan, n) for n in same}
+    assert arena.plan.steps == round(0.2 * plan.steps)
+    parts = [arena.problem.private[0], arena.problem.public[0], arena.problem.test[0]]
+    rows = [{tuple(row) for row in part.tolist()} for part in parts]
+    assert [len(part) for part in rows] == [16, 16, 8]
+    assert set.union(*rows) == {tuple(row) for row in own.public[0].tolist()}
+    assert sum(map(len, rows)) == 40, "the parts overlap"
+
+
+def test_stand_in_rows_are_repeated_until_a_batch_can_be_drawn() -> None:
+    own, recipe = problem(), replace(RECIPE, batch_size=50)
+    arena = search_arena(own, recipe, make_plan(recipe, 200, 5.0, 1e-4), "public search")
+    assert len(arena.problem.private[0]) == 64  # 16 rows, four times: 50 can be expected
+    assert arena.plan.sampling_rate * len(arena.problem.private[0]) == pytest.approx(arena.plan.expected_batch_size)
+
+
+def test_a_whole_public_search_with_private_rows_that_explode(tmp_path: Path) -> None:
+    own = problem(private=Forbidden())
+    made = Study(folder=tmp_path, asked=asked(), source=lambda: own)
+    with pytest.raises(AssertionError, match="private row"):  # not before the first real run
+        made.go()
+    assert (tmp_path / "search" / "pda" / "choice.json").exists()
+    assert ledger_totals(tmp_path / "ledger.jsonl", 1e-4)["runs"] == 0
+
+
+def test_paper_search_needs_rows_set_aside(tmp_path: Path) -> None:
+    own = problem(validation=None)
+    made = Study(folder=tmp_path, asked=asked(search="paper search"), source=lambda: own)
+    with pytest.raises(ConfigError, match="set-aside"):
+        made.go()
+
+
+# ---- what is tried and chosen
+
+
+def test_the_grid_is_widened_at_an_edge_only_and_not_for_ever() -> None:
+    def loss(s: Setting, best: float) -> float:
+        return float(abs(np.log2(s.lr / best)))
+
+    def search(best: float) -> list[float]:
+        tried: list[Setting] = []
+        while True:
+            wanted = settings_wanted(GRID, "warm", {s: loss(s, best) for s in tried}, widen=True)
+            if wanted == tried:
+                return sorted(s.lr for s in tried)
+            tried = wanted
+
+    assert search(best=2.0) == [0.5, 1.0, 2.0, 4.0]  # 4 shows that 2 is no longer at the edge
+    assert search(best=1000.0) == [0.5, 1.0, 2.0, 4.0]
+    wide = replace(GRID, warm=(0.5, 1.0, 2.0))
+    losses = {s: loss(s, 1.0) for s in first_settings(wide, "warm")}
+    assert settings_wanted(wide, "warm", losses, widen=True) == first_settings(wide, "warm")
+
+
+def test_neighbours_of_alpha_go_towards_one_and_away() -> None:
+    among = [Setting(1.0, 0.8), Setting(1.0, 0.9), Setting(2.0, 0.9)]
+    assert Setting(1.0, 0.6) in neighbours(among[0], among)
+    assert Setting(2.0, 0.95) in neighbours(among[2], among)
+
+
+def test_the_choice_has_the_paired_standard_error(tmp_path: Path) -> None:
+    own = problem()
+    made = Study(folder=tmp_path, asked=asked(), source=lambda: own)
+    made.go()
+    folder, settings = tmp_path / "search" / "warm", first_settings(GRID, "warm")
+    choice = choose(folder, settings)
+    losses = [_losses(folder / s.label) for s in settings]
+    order = np.argsort([v.mean() for v in losses])
+    assert choice["setting"]["lr"] == settings[order[0]].lr
+    difference = losses[order[1]] - losses[order[0]]
+    assert choice["difference"] == pytest.approx(difference.mean(), rel=1e-5)
+    assert choice["standard_error"] == pytest.approx(difference.std(ddof=1) / len(difference) ** 0.5, rel=1e-5)
+
+
+def _losses(folder: Path) -> np.ndarray[Any, Any]:
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "scored.safetensors")["loss"].astype(np.float64)
+
+
+# ---- a study
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    own, folder = problem(), tmp_path_factory.mktemp("study")
+    return folder, Study(folder=folder, asked=asked(search="paper search"), source=lambda: own).go()
+
+
+def test_every_private_run_is_in_the_ledger_and_the_total_is_more_than_one(finished: Any) -> None:
+    folder, summary = finished
+    runs = 5 + len(GRID.cold) + len(GRID.warm) + 1  # real ones and those of the paper search
+    assert summary["ledger"]["runs"] == runs
+    own = max(r["epsilon"]["pld"] for r in summary["runs"])
+    assert own <= 5.0 < summary["ledger"]["epsilon"]
+    assert any("search not accounted" in s for s in summary["stamps"])
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
+
+
+def test_methods_are_paired(finished: Any) -> None:
+    """public, warm and pda of a seed begin at the same weights, and seeds differ."""
+    _, summary = finished
+    runs = {(r["method"], r["seed"]): r for r in summary["runs"]}
+    first = {key: run["curve"][0]["loss"] for key, run in runs.items()}
+    assert first["public", 0] == first["warm", 0] == first["pda", 0] != first["warm", 1]
+    assert runs["public", 0]["final"]["loss"] == pytest.approx(first["public", 0], rel=1e-6)
+    assert runs["public", 0]["epsilon"]["pld"] == 0
+    assert runs["pda", 0]["trace"][-1]["alpha"] == pytest.approx(0.9, abs=0.02)
+    assert runs["pda", 0]["trace"][-1]["lr"] < 0.2
+
+
+def test_what_is_finished_is_not_done_again(finished: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, summary = finished
+    own = problem()
+    monkeypatch.setattr(study_module, "run", lambda *args, **kwargs: pytest.fail("run again"))
+    monkeypatch.setattr(study_module, "make_start", lambda *args, **kwargs: pytest.fail("started again"))
+    again = Study(folder=folder, asked=asked(search="paper search"), source=lambda: own).go()
+    assert again["runs"] == summary["runs"]
+
+
+def test_another_question_needs_another_folder(finished: Any) -> None:
+    folder, _ = finished
+    own = problem()
+    with pytest.raises(ConfigError, match="epsilon"):
+        Study(folder=folder, asked=asked(search="paper search", epsilon=6.0), source=lambda: own).go()
+
+
+def test_two_processes_cannot_work_in_one_study(tmp_path: Path) -> None:
+    from halfsilver import _os
+
+    own = problem()
+    with _os.lock_file(tmp_path / ".lock", blocking=False), pytest.raises(RunFolderBusy):
+        Study(folder=tmp_path, asked=asked(), source=lambda: own).go()
+
+
+def test_a_start_of_another_recipe_is_refused(finished: Any) -> None:
+    folder, _ = finished
+    other = replace(RECIPE, pretrain=hs.Pretrain(epochs=4))
+    from halfsilver.study.start import make_start
+
+    with pytest.raises(ConfigError, match="pretrain"):
+        make_start(problem(), other, 0, folder / "start" / "seed-0.safetensors")
+
+
+def test_starts_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    a, b, c = (new_model(problem(), seed).weight for seed in (0, 0, 1))
+    assert torch.equal(a, b)  # type: ignore[arg-type]
+    assert not torch.equal(a, c)  # type: ignore[arg-type]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_run_that_diverges_is_reported_as_such(tmp_path: Path) -> None:
+    grid = hs.Grid(cold=(1e30,), warm=(1e30,), pda=(1e30,), alpha_end=(0.9,))
+    recipe = replace(RECIPE, grid=grid, average=None)
+    own = problem()
+    summary = Study(
+        folder=tmp_path, asked=asked(recipe=recipe, seeds={"public": 1, "warm": 1}), source=lambda: own
+    ).go()
+    text = " ".join(summary["verdict"]["sentences"])
+    assert summary["runs"][1]["final"]["loss"] is None or summary["runs"][1]["final"]["loss"] > 1e6
+    assert "diverged" in text or "raises" in text
+    json.loads((tmp_path / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+# ---- hs.compare
+
+
+def test_compare_ends_in_words(tmp_path: Path) -> None:
+    result = hs.compare(
+        make_model,
+        loss_fn,
+        records(200, 0),
+        records(40, 1),
+        records(100, 2),
+        epsilon=5.0,
+        delta=1e-4,
+        population=200,
+        recipe=RECIPE,
+        metrics={"accuracy": accuracy},
+        seeds=2,
+        methods=("public", "warm"),
+        out=tmp_path / "study",
+    )
+    text = str(result)
+    assert "public search, warm: learning rate" in text
+    assert "standard error" in text
+    assert "All 2 private runs together: epsilon" in text
+    assert result.verdict["sentences"][0] in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"search": "private"}, "search='private'"),
+        ({"batch_size": 10}, "the recipe has its own"),
+        ({"recipe": None}, "batch_size=None"),
+        ({"seeds": 0}, "at least 1"),
+        ({"methods": ("public", "sgd")}, "sgd"),
+        ({"population": 0}, "population=0"),
+        ({"delta": 1.0}, "delta=1.0"),
+    ],
+)
+def test_mistakes_are_named(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    right: dict[str, Any] = {"epsilon": 1.0, "delta": 1e-4, "population": 200, "recipe": RECIPE, "out": tmp_path}
+    with pytest.raises(ConfigError, match=message):
+        hs.compare(make_model, loss_fn, records(9, 0), records(9, 1), records(9, 2), **{**right, **wrong})
+
+
+# ---- killed
+
+
+_SCRIPT = """
+import sys
+from pathlib import Path
+from tests.test_study import asked, problem
+from halfsilver.study.study import Study
+Study(folder=Path(sys.argv[1]), asked=asked(search="paper search"), source=problem).go(workers_count=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+def test_a_study_that_is_killed_goes_on(tmp_path: Path) -> None:
+    """Five kills at random moments: finished runs are left alone, and the ledger counts every step that was taken."""
+    command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "study"), "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    delays = random.Random(0)
+    seen: dict[Path, int] = {}
+    for _ in range(5):
+        process = subprocess.Popen(command, env=environment)
+        # After the imports, which take seconds, a whole study of this size takes seconds too.
+        _wait_for_work(process, tmp_path / "study", delays.uniform(0.1, 1.5))
+        process.kill()
+        process.wait()
+        for path, written in seen.items():
+            assert path.stat().st_mtime_ns == written, f"{path} was made again"
+        seen = {path: path.stat().st_mtime_ns for path in (tmp_path / "study").rglob("result.json")}
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    ledger = hs.Ledger.open(tmp_path / "study" / "ledger.jsonl", create=False)
+    folders = [p.parent for p in (tmp_path / "study").rglob("result.json") if (p.parent / "config.json").exists()]
+    assert len(ledger.runs) == len(folders) == 10
+    for folder in folders:
+        run_id = json.loads((folder / "config.json").read_text())["run_id"]
+        planned = json.loads((folder / "config.json").read_text())["plan"]["steps"]
+        assert checkpoint.read(folder / "checkpoint.safetensors")[1]["step"] == planned
+        assert planned <= ledger.runs[run_id].spent <= 2 * planned + 5
+    for path, written in seen.items():
+        assert path.stat().st_mtime_ns == written, f"{path} was made again"
+
+
+def _wait_for_work(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> None:
+    """Let it work for so long after it has begun, which is when the study's files change again."""
+    before = len(list(folder.rglob("*")))
+    deadline = time.monotonic() + 60
+    while process.poll() is None and len(list(folder.rglob("*"))) == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(seconds)
