@@ -62,7 +62,7 @@ def test_compare_for_people_and_its_report(small: Path) -> None:
     for part in (
         "method",
         "paper search, pda: learning rate",
-        "private runs together: epsilon",
+        "private runs in the ledger together: epsilon",
         "search not accounted",
     ):
         assert part in " ".join(done.stdout.split())
@@ -86,7 +86,7 @@ def test_run_makes_a_run_folder_that_verifies(small: Path) -> None:
         (["compare", "mnist"], "task='mnist'"),
         (["run", "emnist", "--method", "sgd"], "method='sgd'"),
         (["compare", "emnist", "--search", "test"], "search='test'"),
-        (["compare", "emnist"], "Expected epsilon"),
+        (["compare", "emnist"], "Expected either epsilon"),
         (["compare", "emnist", "--epsilon", "-1"], "epsilon=-1"),
         (["compare", "emnist", "--epsilon", "1", "--seeds", "0"], "at least 1"),
         (["report", "nowhere"], "nowhere"),

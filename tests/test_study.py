@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,11 @@ import halfsilver as hs
 from halfsilver import checkpoint
 from halfsilver.errors import ConfigError, RunFolderBusy
 from halfsilver.study import study as study_module
-from halfsilver.study.arena import make_plan, search_arena
+from halfsilver.study.arena import Arena, make_plan, search_arena
 from halfsilver.study.problem import Problem, Setting
+from halfsilver.study.run import Run, run
 from halfsilver.study.search import choose, first_settings, neighbours, settings_wanted
-from halfsilver.study.start import new_model
+from halfsilver.study.start import make_start, new_model
 from halfsilver.study.study import Asked, Study, ledger_totals
 
 GRID = hs.Grid(cold=(0.5, 1.0), warm=(0.5, 1.0), pda=(1.0,), alpha_end=(0.9,))
@@ -224,6 +228,29 @@ def test_what_is_finished_is_not_done_again(finished: Any, monkeypatch: pytest.M
     assert again["runs"] == summary["runs"]
 
 
+def test_seeds_can_be_added_and_none_left_out(finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(finished[0], folder)
+    own = problem()
+    made: list[Any] = []
+    monkeypatch.setattr(study_module, "make_start", lambda *args, **kwargs: made.append("start"))
+    monkeypatch.setattr(study_module, "run", lambda arena, recipe, job: made.append((job.method, job.seed)))
+    monkeypatch.setattr(study_module, "_told", lambda folder: "")
+    more = asked(search="paper search", seeds={"public": 2, "cold": 1, "warm": 3, "pda": 2})
+    Study(folder=folder, asked=more, source=lambda: own).go()
+    assert made == ["start", ("warm", 2)]
+    with pytest.raises(ConfigError, match="seeds of warm=2 at least 3"):
+        Study(folder=folder, asked=asked(search="paper search"), source=lambda: own).go()
+
+
+def test_other_data_or_another_model_are_noticed(finished: Any) -> None:
+    folder, _ = finished
+    others = {"rows": problem(public=records(41, 1)), "parameters": problem(make_model=lambda: nn.Linear(4, 3))}
+    for name, other in others.items():
+        with pytest.raises(ConfigError, match=name):
+            Study(folder=folder, asked=asked(search="paper search"), source=lambda other=other: other).go()  # type: ignore[misc]
+
+
 def test_another_question_needs_another_folder(finished: Any) -> None:
     folder, _ = finished
     own = problem()
@@ -242,8 +269,6 @@ def test_two_processes_cannot_work_in_one_study(tmp_path: Path) -> None:
 def test_a_start_of_another_recipe_is_refused(finished: Any) -> None:
     folder, _ = finished
     other = replace(RECIPE, pretrain=hs.Pretrain(epochs=4))
-    from halfsilver.study.start import make_start
-
     with pytest.raises(ConfigError, match="pretrain"):
         make_start(problem(), other, 0, folder / "start" / "seed-0.safetensors")
 
@@ -270,6 +295,64 @@ def test_a_run_that_diverges_is_reported_as_such(tmp_path: Path) -> None:
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(name))
 
 
+def test_a_killed_run_goes_on_while_it_has_steps_to_spare_and_else_begins_again(tmp_path: Path) -> None:
+    """Killed after step 12 of 20: lost steps are made up for from the spare ones, or the run starts anew."""
+    for spare, restarts in ((0.7, 0), (0.0, 1)):
+        folder, own, recipe = tmp_path / str(spare), problem(), replace(RECIPE, spare=spare)
+        plan = make_plan(recipe, 200, 5.0, 1e-4)
+        arena = Arena(problem=own, plan=plan, spends=True)
+        start, ledger = folder / "start.safetensors", folder / "ledger.jsonl"
+        job = Run(
+            method="warm", seed=0, setting=Setting(1.0), folder=folder / "run", start=start, ledger=ledger, delta=1e-4
+        )
+        make_start(own, recipe, 0, start)
+        with pytest.raises(KeyboardInterrupt), monkeypatched_report(12):
+            run(arena, recipe, job)
+        run(arena, recipe, job)
+        result = json.loads(job.result.read_text())
+        assert (result["steps"], result["stamps"]) == (plan.steps, [])
+        assert len(hs.Ledger.open(ledger, create=False).runs) == 1 + restarts
+
+
+@contextmanager
+def monkeypatched_report(step: int) -> Iterator[None]:
+    """Training that is interrupted when it would report `step`."""
+    own = hs.Trainer._report
+
+    def report(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self._state.step == step:
+            raise KeyboardInterrupt
+        own(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hs.Trainer, "_report", report)
+        yield
+
+
+def test_a_finished_run_answers_only_its_own_question(finished: Any) -> None:
+    folder, _ = finished
+    made = Study(folder=folder, asked=asked(search="paper search"), source=problem)
+    arena = Arena(problem=problem(), plan=made._plan(), spends=True)
+    chosen = Setting(**json.loads((folder / "search" / "warm" / "choice.json").read_text())["setting"])
+    run(arena, RECIPE, made._job("warm", 0, chosen, made.ledger, search=False))
+    with pytest.raises(ConfigError, match="setting"):
+        run(arena, RECIPE, made._job("warm", 0, Setting(7.0), made.ledger, search=False))
+
+
+def test_private_rows_are_not_taken_for_anything_else() -> None:
+    rows = records(30, 0)
+    for name in ("public", "test", "validation", "curve"):
+        with pytest.raises(ConfigError, match=name):
+            problem(private=rows, **{name: rows})
+
+
+def test_noise_is_fixed_once() -> None:
+    noisy = replace(RECIPE, noise_multiplier=0.6)
+    assert make_plan(noisy, 200, None, 1e-4).noise_multiplier == 0.6
+    with pytest.raises(ConfigError, match="either epsilon or"):
+        make_plan(noisy, 200, 0.1, 1e-4)
+
+
 # ---- hs.compare
 
 
@@ -292,7 +375,7 @@ def test_compare_ends_in_words(tmp_path: Path) -> None:
     text = str(result)
     assert "public search, warm: learning rate" in text
     assert "standard error" in text
-    assert "All 2 private runs together: epsilon" in text
+    assert "All 2 private runs in the ledger together: epsilon" in text
     assert result.verdict["sentences"][0] in text
 
 
@@ -306,6 +389,9 @@ def test_compare_ends_in_words(tmp_path: Path) -> None:
         ({"methods": ("public", "sgd")}, "sgd"),
         ({"population": 0}, "population=0"),
         ({"delta": 1.0}, "delta=1.0"),
+        ({"recipe": replace(RECIPE, score="accuracy")}, "score='accuracy'"),
+        ({"metrics": {"accuracy": lambda model, batch: torch.tensor(1.0)}}, "one value per example"),
+        ({"search": "paper"}, "set-aside"),
     ],
 )
 def test_mistakes_are_named(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -345,12 +431,12 @@ def test_a_study_that_is_killed_goes_on(tmp_path: Path) -> None:
     subprocess.run(command, env=environment, check=True, timeout=300)
     ledger = hs.Ledger.open(tmp_path / "study" / "ledger.jsonl", create=False)
     folders = [p.parent for p in (tmp_path / "study").rglob("result.json") if (p.parent / "config.json").exists()]
-    assert len(ledger.runs) == len(folders) == 10
+    assert len(folders) == 10 <= len(ledger.runs)  # a run that lost more than it had to spare began again
     for folder in folders:
         run_id = json.loads((folder / "config.json").read_text())["run_id"]
         planned = json.loads((folder / "config.json").read_text())["plan"]["steps"]
         assert checkpoint.read(folder / "checkpoint.safetensors")[1]["step"] == planned
-        assert planned <= ledger.runs[run_id].spent <= 2 * planned + 5
+        assert planned <= ledger.runs[run_id].spent
     for path, written in seen.items():
         assert path.stat().st_mtime_ns == written, f"{path} was made again"
 

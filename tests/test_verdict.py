@@ -165,7 +165,7 @@ def test_words_within_noise() -> None:
 def test_one_seed_states_the_difference_and_claims_nothing() -> None:
     found = verdict(results({m: values[:1] for m, values in GOOD.items()}))
     assert "lowers test loss by 0.05 (8.33 %)" in sentence(found, "The mirror")
-    assert "One seed: no interval; run more seeds with --seeds." in found["sentences"]
+    assert "One seed: no interval; run more seeds." in found["sentences"]
     assert "beyond noise" not in found["headline"] + " ".join(found["sentences"])
     assert found["headline"].endswith("one seed cannot tell effect from noise.")
     assert all(d["within_noise"] and d["low"] is None for d in found["differences"])

@@ -17,7 +17,7 @@ from halfsilver.study.problem import METHODS
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Data = Annotated[Path | None, typer.Option(help="Folder of the data sets (default: $HALFSILVER_DATA).")]
-RecipeName = Annotated[str, typer.Option(help="Recipe of the task; see halfsilver run --help.")]
+RecipeName = Annotated[str, typer.Option(help="workstation, or one of the paper's, such as eps3.51.")]
 Epsilon = Annotated[float | None, typer.Option(help="Epsilon of each private run (default: the recipe's).")]
 Delta = Annotated[float | None, typer.Option(help="Delta (default: the recipe's, else 1e-5).")]
 
@@ -136,12 +136,21 @@ def run(
         out=out,
         tell=_tell,
     )
+    if method != "public":
+        from halfsilver.report import write_report
+
+        result["report"] = str(write_report(Path(result["folder"])))
     if as_json:
         typer.echo(json.dumps(result))
         return
     table = Table(title=f"{task}, {method}", show_header=False)
     own = {"epsilon (PLD)": result["epsilon"]["pld"], "delta": result["delta"], "steps": result["steps"]}
-    for name, value in {**result["final"], **own, "folder": result["folder"]}.items():
+    for name, value in {
+        **result["final"],
+        **own,
+        "folder": result["folder"],
+        "report": result.get("report", "-"),
+    }.items():
         table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
     Console().print(table)
 

@@ -57,6 +57,7 @@ def compare(
     methods: Sequence[str] = METHODS,
     search: Literal["public", "paper"] = "public",
     validation: Any = None,
+    ledger: str | Path | None = None,
     augment: Augment | None = None,
     tell: Tell | None = None,
 ) -> Comparison:
@@ -72,7 +73,7 @@ def compare(
     splits the public ones into mirror, stand-ins for the private ones, and rows to score on. A paper search trains on
     private records and scores on `validation`; the summary is then stamped. Each method and seed is a private run:
     every one is (epsilon, delta)-DP by itself, and the ledger's total, which is what publishing all of them costs,
-    stands beside it.
+    stands beside it. `ledger` is that of the private data, where they have one; otherwise the study gets its own.
     """
     require(search in SEARCH, "search", search, f"in {tuple(SEARCH)}")
     recipe = _recipe(recipe, batch_size, epochs)
@@ -95,7 +96,8 @@ def compare(
         seeds=seeds_for(methods, seeds),
         search=SEARCH[search],
     )
-    study = Study(folder=Path(out), asked=asked, source=lambda: problem)
+    data_ledger = None if ledger is None else Path(ledger)
+    study = Study(folder=Path(out), asked=asked, source=lambda: problem, data_ledger=data_ledger)
     return Comparison(Path(out), study.go(tell=tell or (lambda text: None)))
 
 

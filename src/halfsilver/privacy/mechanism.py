@@ -75,7 +75,7 @@ class PrivateGradient:
         with self._world.together():
             self._pieces = Pieces(self._params, self._world)
             self._open(private, public_example)
-            self._backend = self._checked_backend(speed)
+            self._backend = self._checked_backend(speed, loss_fn)
             rows = speed.micro_batch_size or self._choose_rows()
         self._rows = self._world.from_lead(lambda: rows)  # one measurement for all: the slowest rank sets the pace
         with self._world.together():
@@ -98,14 +98,14 @@ class PrivateGradient:
         self._schema = private._schema(public_example)
         self._population = self._users.size() if self._users else self._records.size()
 
-    def _checked_backend(self, speed: Speed) -> GradientBackend:
+    def _checked_backend(self, speed: Speed, loss_fn: LossFn) -> GradientBackend:
         if not isinstance(speed.backend, str):
             if self._model is not self._given:
                 raise ConfigError("Expected the name of a backend for sharded parameters, not an object made for them.")
             return speed.backend
         made_up = self._made_up(PROBE_ROWS)
         probe(self._model, self._loss_fn, made_up)
-        return make_backend(speed, self._model, self._loss_fn, made_up)
+        return make_backend(speed, self._model, loss_fn, made_up)
 
     def _choose_rows(self) -> int:
         """As many as run fastest. A user's records are not clipped one by one, and are read in parts of fixed size."""

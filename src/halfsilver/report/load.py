@@ -28,7 +28,9 @@ def load(path: Path) -> Mapping[str, Any] | OneRun:
     if (path / "summary.json").is_file():
         return _summary(path / "summary.json")
     if (path / "study.json").is_file():
-        return _so_far(path)
+        from halfsilver.study.study import summary_of
+
+        return summary_of(path)
     run = RunFolder(path)
     if run.config.is_file() and run.statement.is_file():
         return OneRun(
@@ -48,22 +50,3 @@ def _summary(path: Path) -> Mapping[str, Any]:
     if "runs" not in found:
         raise ConfigError(f"Expected {path} to be the summary of a study, but it has no 'runs'. Name its folder.")
     return found
-
-
-def _so_far(folder: Path) -> Mapping[str, Any]:
-    """A study that has not ended yet: what is finished, and a verdict on that."""
-    from halfsilver.study.study import STAMPS, ledger_totals
-    from halfsilver.study.verdict import verdict
-
-    about = read_json(folder / "study.json")
-    runs = [read_json(path) for path in sorted(folder.glob("runs/*/result.json"))]
-    choices = {path.parent.name: read_json(path) for path in sorted(folder.glob("search/*/choice.json"))}
-    own = ["not finished: some runs of this study are still missing", STAMPS.get(about["search"], "")]
-    return {
-        **about,
-        "choices": choices,
-        "runs": runs,
-        "ledger": ledger_totals(folder / "ledger.jsonl", about["delta"]),
-        "verdict": verdict(runs),
-        "stamps": [s for s in (*own, *(about.get("problem") or {}).get("stamps", ())) if s],
-    }

@@ -8,7 +8,7 @@ from typing import Any
 from halfsilver.plots import COLOURS
 from halfsilver.report.figures import Picture
 from halfsilver.report.page import Html, facts, inline, section, tag, warning
-from halfsilver.report.words import explained, plain
+from halfsilver.report.words import plain
 
 _UNITS = {"example": "one example (one row of the data)", "user": "one user, with all of their examples"}
 _ADJACENCY = {"add-remove-one": "two data sets are neighbours if one has one unit more than the other"}
@@ -25,7 +25,7 @@ def gallery(pictures: Sequence[Picture]) -> Html:
 
 def stamp_box(stamps: Iterable[str]) -> Html:
     """What a reader must know before trusting an epsilon."""
-    return warning("Read this with the epsilon:", (explained(str(stamp)) for stamp in stamps))
+    return warning("Read this with the epsilon:", map(str, stamps))
 
 
 def stamp_line(stamps: Sequence[str]) -> Html:

@@ -13,12 +13,6 @@ METHODS = {
     "warm": "DP-SGD from the public model",
     "pda": "warm, with public gradients as the mirror",
 }
-_STAMPS = {
-    "search not accounted": "Settings were chosen with training examples that had been set aside. What that choice "
-    "reveals is in no epsilon on this page.",
-    "quick": "A shortened study, for trying things out. Not a result to publish.",
-    "paper_vocab": "The vocabulary was counted on the private text, as the paper does. That is in no epsilon here.",
-}
 
 
 def figure(value: Any, metric: str = "") -> str:
@@ -111,9 +105,3 @@ def setting(value: Mapping[str, Any] | None) -> str:
         return NONE
     alpha = value.get("alpha_end")
     return f"learning rate {value['lr']:g}" + ("" if alpha is None else f", alpha to {alpha:g}")
-
-
-def explained(stamp: str) -> str:
-    """A stamp, and what it means where it does not say so itself."""
-    means = next((text for name, text in _STAMPS.items() if stamp.startswith(name)), "")
-    return stamp if ":" in stamp or not means else f"{stamp}: {means}"

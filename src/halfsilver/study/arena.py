@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import Subset, TensorDataset
 
 from halfsilver._tensors import map_batch
 from halfsilver.errors import ConfigError
@@ -17,10 +17,14 @@ from halfsilver.mirror.rows import PublicRows
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.study.problem import Problem, Recipe
 
+NO_VALIDATION = (
+    "A paper search scores on set-aside training examples, and validation=None. Set some aside, or use search='public'."
+)
 SearchMode = Literal["public search", "paper search"]
 
 # Shares of the public rows in a public search; what is left stays the mirror.
 _PSEUDO_PRIVATE, _VALIDATION = 0.4, 0.2
+_FEWEST = 20  # public rows: enough for each part, and for a tenth of the mirror to be held out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,31 +38,37 @@ class Arena:
 
 def make_plan(recipe: Recipe, population: int, epsilon: float | None, delta: float) -> PrivacyPlan:
     """The plan of a whole run: noise as the recipe gives it, or the least that keeps to `epsilon` by PLD."""
-    values = {
+    values: dict[str, Any] = {
         "steps": recipe.steps(population),
         "sampling_rate": min(1.0, recipe.batch_size / population),
         "expected_batch_size": float(min(recipe.batch_size, population)),
         "max_grad_norm": recipe.max_grad_norm,
     }
-    if recipe.noise_multiplier is not None:
-        return PrivacyPlan(**values, noise_multiplier=recipe.noise_multiplier)  # type: ignore[arg-type]
+    if (recipe.noise_multiplier is None) == (epsilon is None):
+        raise ConfigError(
+            f"Expected either epsilon or the recipe's noise_multiplier to fix the noise, got epsilon={epsilon} and "
+            f"noise_multiplier={recipe.noise_multiplier}."
+        )
     if epsilon is None:
-        raise ConfigError(f"Expected epsilon for recipe {recipe.name!r}, which leaves the noise open.")
-    return PrivacyPlan.calibrate(**values, epsilon=epsilon, delta=delta)  # type: ignore[arg-type]
+        return PrivacyPlan.from_dict({**values, "noise_multiplier": recipe.noise_multiplier})
+    spare = _spare(recipe, values["steps"])
+    return PrivacyPlan.calibrate(**values, spare_steps=spare, epsilon=epsilon, delta=delta)
+
+
+def _spare(recipe: Recipe, steps: int) -> int:
+    return math.ceil(recipe.spare * steps)
 
 
 def search_arena(problem: Problem, recipe: Recipe, plan: PrivacyPlan, mode: SearchMode) -> Arena:
     """The problem on which settings are compared: shorter runs with the noise, batch and clip norm of the real plan."""
-    shorter = replace(plan, steps=recipe.steps(problem.population, recipe.search_share))
+    steps = recipe.steps(problem.population, recipe.search_share)
+    shorter = replace(plan, steps=steps, spare_steps=_spare(recipe, steps))
     return _ARENAS[mode](problem, shorter)
 
 
 def _paper(problem: Problem, plan: PrivacyPlan) -> Arena:
     if problem.validation is None:
-        raise ConfigError(
-            "A paper search scores on set-aside training examples, and validation=None. Set some aside, or use "
-            "search='public'."
-        )
+        raise ConfigError(NO_VALIDATION)
     scored = replace(problem, test=problem.validation, curve=None)
     return Arena(problem=scored, plan=plan, spends=True)
 
@@ -72,8 +82,10 @@ def _public(problem: Problem, plan: PrivacyPlan) -> Arena:
     rows = len(PublicRows(problem.public))
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     stand_in, scored = round(_PSEUDO_PRIVATE * rows), round(_VALIDATION * rows)
-    if min(stand_in, scored, rows - stand_in - scored) < 1:
-        raise ConfigError(f"Expected at least 5 public rows for a public search, got {rows}. Give more of them.")
+    if rows < _FEWEST:
+        raise ConfigError(
+            f"Expected at least {_FEWEST} public rows for a public search, got {rows}. Give more of them."
+        )
     pseudo = order[:stand_in].repeat(math.ceil(plan.expected_batch_size / stand_in))
     part = replace(
         problem,
@@ -95,7 +107,7 @@ _ARENAS: Mapping[SearchMode, Callable[[Problem, PrivacyPlan], Arena]] = {
 
 def rows_at(data: Any, index: Tensor) -> Any:
     """Some rows of a public data set, as a data set of the same kind."""
-    tensors = getattr(data, "tensors", data)  # of a TensorDataset
+    tensors = data.tensors if isinstance(data, TensorDataset) else data
     if isinstance(tensors, Tensor | tuple | dict):
         return map_batch(lambda t: t[index.to(t.device)], tensors)
     return Subset(data, index.tolist())

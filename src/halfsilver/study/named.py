@@ -40,7 +40,7 @@ def study_of_task(
     """The study of a task as the command line asks for it."""
     require(search in SEARCH, "search", search, f"in {tuple(SEARCH)}")
     made, more = _recipe(task, recipe, quick)
-    epsilon = more.get("epsilon") if epsilon is None else epsilon
+    epsilon = _epsilon(made, epsilon, more)
     options = _options(more, set_aside=search == "paper")
     name = f"{task}-eps{epsilon:g}-{recipe}{'-quick' if quick else ''}" if epsilon else f"{task}-{recipe}"
     asked = Asked(
@@ -76,7 +76,7 @@ def run_of_task(
     options = _options(more, set_aside=False)
     problem = TaskSource.of(task, data, options)()
     own_delta = _delta(delta, more)
-    plan = make_plan(recipe, problem.population, more.get("epsilon") if epsilon is None else epsilon, own_delta)
+    plan = make_plan(recipe, problem.population, _epsilon(recipe, epsilon, more), own_delta)
     folder = out or Path("runs") / f"{name}-{method}{'-quick' if quick else ''}-seed-{seed}"
     job = Run(
         method=method,
@@ -116,6 +116,11 @@ def _recipe(task: str, name: str, quick: bool) -> tuple[Recipe, dict[str, Any]]:
 def _options(more: dict[str, Any], *, set_aside: bool) -> dict[str, Any]:
     """The task's options; training rows are set aside only for a search that scores on them."""
     return {**more.get("task", {}), **({} if set_aside else {"validation": 0})}
+
+
+def _epsilon(recipe: Recipe, asked: float | None, more: dict[str, Any]) -> float | None:
+    """None where the recipe gives the noise: what the paper's noise costs depends on how many rows there are here."""
+    return more.get("epsilon") if asked is None and recipe.noise_multiplier is None else asked
 
 
 def _delta(delta: float | None, more: dict[str, Any]) -> float:

@@ -88,10 +88,11 @@ def mean_with_interval(by_seed: Mapping[int, float], confidence: float) -> dict[
 def differences(values: Mapping[str, Values], lost: Diverged, confidence: float) -> Iterator[Difference]:
     """Every comparison and metric for which some seed has both sides.
 
-    What private data add is shown by warm or pda, whichever has the lower loss. Picking the better one and then testing
-    it would flatter it, so its interval is the one that holds for both at once (Bonferroni).
+    What private data add is shown by warm or pda, whichever has the lower loss, or by cold if it is alone. Picking the
+    better one and then testing it would be too kind, so its interval is that which holds for both at once (Bonferroni).
     """
-    candidates = [m for m in ("pda", "warm") if values.get("loss", {}).get(m)]
+    finished = [m for m in ("pda", "warm", "cold") if values.get("loss", {}).get(m)]
+    candidates = [m for m in finished if m != "cold"] or finished
     for metric, own in values.items():
         if candidates:
             best = min(candidates, key=lambda m: _rank(values["loss"], m, candidates, lost))

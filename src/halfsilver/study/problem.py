@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from halfsilver._tensors import Batch, LossFn
-from halfsilver.errors import require
+from halfsilver.errors import ConfigError, require
 
 METHODS = ("public", "cold", "warm", "pda")
 Augment = Callable[[Batch], Batch]
@@ -23,7 +23,7 @@ def better(metric: str) -> int:
     >>> better("top-5 accuracy"), better("loss"), better("length")
     (1, -1, 0)
     """
-    return next((sign for part, sign in _BETTER.items() if part in metric), 0)
+    return next((sign for part, sign in _BETTER.items() if part in metric.lower()), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,9 @@ class Problem:
 
     def __post_init__(self) -> None:
         require(self.population >= 1, "population", self.population, "at least 1")
+        for name in ("public", "test", "validation", "curve"):
+            if getattr(self, name) is self.private:
+                raise ConfigError(f"The private data were given as {name} too, which is read without protection.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,8 @@ class Recipe:
     `clip_released` clips the released gradient once more, to `max_grad_norm`. `public_max_norm` and `augment_public`
     are about the public gradient in the mirror step. `average` is the decay of an exponential average of the iterates,
     and the learning rate falls by a cosine to the share `lr_end`. A search run is `search_share` of a whole one.
+    `spare` is the share of steps kept in hand for those that a kill loses, and paid for in noise. `micro_batch_size` is
+    about speed only; without it the fastest is measured, which goes wrong on a busy machine.
     `score` is the metric by which settings are chosen: "loss", or the name of one of the problem's metrics.
     With `noise_multiplier` the noise is given and epsilon follows; without it PLD finds the noise for a given epsilon.
     """
@@ -114,6 +119,8 @@ class Recipe:
     lr_end: float = 1.0
     search_share: float = 0.2
     score: str = "loss"
+    spare: float = 0.02
+    micro_batch_size: int | None = None
     autocast: str | None = None
     noise_multiplier: float | None = None
 
@@ -123,12 +130,13 @@ class Recipe:
         require(self.epochs > 0, "epochs", self.epochs, "above 0")
         require(0 < self.search_share <= 1, "search_share", self.search_share, "in (0, 1]")
         require(0 <= self.lr_end <= 1, "lr_end", self.lr_end, "in [0, 1]")
+        require(0 <= self.spare <= 1, "spare", self.spare, "in [0, 1]")
         require(better(self.score) != 0, "score", self.score, "to be 'loss' or a metric such as 'accuracy'")
         require(self.autocast in (None, "bfloat16"), "autocast", self.autocast, "to be 'bfloat16' or None")
 
     def steps(self, population: int, share: float = 1.0) -> int:
         """Private steps of a run over `share` of the epochs."""
-        return max(1, round(share * self.epochs * population / self.batch_size))
+        return max(1, round(share * self.epochs * population / min(self.batch_size, population)))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,14 +14,16 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from halfsilver import _os
+from halfsilver import _os, checkpoint
 from halfsilver._tensors import trainable
+from halfsilver.errors import ConfigError
 from halfsilver.mirror import Clock, Euclidean, FirstOrder, MirrorMap, chain, clip_released, cosine
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.schedules import falling
 from halfsilver.privacy.data import PrivateData
+from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import write_json
+from halfsilver.runs import RunFolder, read_json, write_json
 from halfsilver.study.arena import Arena
 from halfsilver.study.problem import Problem, Recipe, Setting
 from halfsilver.study.start import load_start, new_model, precision
@@ -28,6 +31,7 @@ from halfsilver.trainer import RunResult, Trainer
 
 CURVE_POINTS = 20
 _ROWS_AT_ONCE = 1000
+_CHECKPOINT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,9 @@ def run(
 ) -> None:
     """Train and evaluate, going on where an earlier process stopped; afterwards `job.result` exists."""
     if job.result.exists():
-        return
+        return _require_same(job, arena.plan)
+    if _hopeless(job, arena):  # the ledger keeps what it spent
+        shutil.rmtree(job.folder)
     started = time.monotonic()
     problem = arena.problem
     model = new_model(problem, job.seed)
@@ -79,6 +85,34 @@ def run(
     write_json(job.result, {**record, "seconds": time.monotonic() - started})
 
 
+def _require_same(job: Run, plan: PrivacyPlan) -> None:
+    found = read_json(job.result)
+    asked = {"method": job.method, "seed": job.seed, "delta": job.delta}
+    asked |= {"setting": asdict(job.setting), "plan": plan.to_dict()} if job.method != "public" else {}
+    for name, value in asked.items():
+        if found.get(name) != value:
+            raise ConfigError(
+                f"Expected {name} of the finished run in {job.folder} to be {value!r}, found {found.get(name)!r}. Use "
+                "another folder for another run."
+            )
+
+
+def _hopeless(job: Run, arena: Arena) -> bool:
+    """Whether a run that was killed has lost more steps than its plan has to spare, so that it must begin again.
+
+    Where no row is private, beginning again is better than a run that is short of a few steps.
+    """
+    folder = RunFolder(job.folder)
+    if not folder.config.exists():
+        return False
+    if not arena.spends:
+        return True
+    run_id, ledger = read_json(folder.config)["run_id"], Ledger.open(job.ledger, create=False)
+    spent = ledger.runs[run_id].spent if run_id in ledger.runs else 0
+    kept = checkpoint.read(folder.checkpoint)[1]["step"] if folder.checkpoint.exists() else 0
+    return bool(spent - kept > arena.plan.spare_steps)
+
+
 def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Run, plan: PrivacyPlan) -> Trainer:
     """The one difference between the methods is the mirror, and where they start."""
     sgd = torch.optim.SGD(trainable(model), lr=job.setting.lr)
@@ -95,6 +129,7 @@ def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Run, p
         average=recipe.average,
         metrics=problem.metrics,
         speed=precision(recipe),
+        checkpoint_seconds=_CHECKPOINT_SECONDS,
     )
 
 
@@ -109,8 +144,8 @@ def _public_loss_fn(problem: Problem, recipe: Recipe) -> Any:
     """The loss of the mirror step: augmented if asked for, at the precision of the private passes."""
     loss_fn, augment = precision(recipe).precise(problem.loss_fn), problem.augment
     if augment is None or not recipe.augment_public:
-        return loss_fn
-    # PublicLoss seeds the generators by the step, so the augmentation is a function of seed and step as well.
+        return loss_fn if recipe.autocast else None
+    # PublicLoss seeds the generators by the step, so the augmentation is a function of the step as well.
     return lambda model, batch: loss_fn(model, augment(batch))
 
 
@@ -137,11 +172,17 @@ def _record(
         "epsilon": epsilon,
         "delta": job.delta,
         "noise_multiplier": plan.noise_multiplier if result else None,
-        "steps": plan.steps if result else 0,
+        "steps": result.updates if result else 0,
+        "plan": plan.to_dict() if result else None,
         "final": {name: _mean(v) for name, v in values.items()},
         "trace": _trace(job, plan, result.history) if result else [],
-        "stamps": list(result.statement["not_private_because"]) if result else [],
+        "stamps": _stamps(result, plan) if result else [],
     }
+
+
+def _stamps(result: RunResult, plan: PrivacyPlan) -> list[str]:
+    short = [f"cut short: {result.updates} of {plan.steps} steps"] if result.updates < plan.steps else []
+    return [*result.statement["not_private_because"], *short]
 
 
 def _mean(values: Tensor) -> float | None:

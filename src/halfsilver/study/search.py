@@ -63,8 +63,8 @@ def _beyond_rates(rate: float, rates: Sequence[float]) -> list[float]:
 def _beyond_ends(end: float | None, ends: Sequence[float]) -> list[float]:
     """Twice as far from 1, or half as far."""
     below = [max(0.0, 1 - 2 * (1 - end))] if end is not None and end == ends[0] and end > 0 else []
-    above = [1 - (1 - end) / 2] if end is not None and end == ends[-1] and end < 1 else []
-    return [_rounded(e) for e in below + above]
+    above = [1 - (1 - end) / 2] if end is not None and end == ends[-1] else []
+    return [_rounded(e) for e in below + above if e != end]
 
 
 def _rounded(value: float) -> float:
@@ -77,8 +77,8 @@ def costs_of(folder: Path, settings: Sequence[Setting], score: str = "loss") -> 
     for setting in settings:
         result = folder / setting.label / "result.json"
         if result.exists():
-            value = read_json(result)["final"][score]
-            found[setting] = math.inf if value is None else -better(score) * value
+            final = read_json(result)["final"]
+            found[setting] = math.inf if None in final.values() else -better(score) * final[score]
     return found
 
 
@@ -97,7 +97,7 @@ def choose(folder: Path, settings: Sequence[Setting], score: str = "loss") -> di
         "tried": [{"setting": asdict(s), **read_json(folder / s.label / "result.json")["final"]} for s in settings],
         "at_edge": bool(neighbours(best, settings)),
     }
-    if len(ranked) > 1 and math.isfinite(costs[ranked[1]]):
+    if len(ranked) > 1 and math.isfinite(costs[ranked[1]]):  # a run that diverged has no scores
         ahead = better(score) * (_scored(folder, best, score) - _scored(folder, ranked[1], score))
         choice["runner_up"] = asdict(ranked[1])
         choice["difference"] = float(ahead.mean())

@@ -34,8 +34,8 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
     """How settings were chosen, what was spent in all, and what takes away from the figures."""
     ledger = summary["ledger"]
     spent = (
-        f"All {ledger['runs']} private runs together: epsilon {ledger['epsilon']:.3g} at delta {ledger['delta']:g} "
-        f"({ledger['accountant'].upper()})."
+        f"All {ledger['runs']} private runs in the ledger together: epsilon {ledger['epsilon']:.3g} at delta "
+        f"{ledger['delta']:g} ({ledger['accountant'].upper()})."
     )
     choices = [
         f"{summary['search']}, {method}: {_setting(choice)}{_error(choice)}"

@@ -70,4 +70,5 @@ def _pretrain(model: nn.Module, problem: Problem, recipe: Recipe, seed: int) -> 
 
 
 def precision(recipe: Recipe) -> Speed:
-    return Speed(autocast=None if recipe.autocast is None else getattr(torch, recipe.autocast))
+    autocast = None if recipe.autocast is None else getattr(torch, recipe.autocast)
+    return Speed(autocast=autocast, micro_batch_size=recipe.micro_batch_size)

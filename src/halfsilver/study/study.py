@@ -10,24 +10,31 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from halfsilver import _os
+from halfsilver._tensors import trainable
 from halfsilver.errors import ConfigError, require
+from halfsilver.mirror.rows import PublicRows
 from halfsilver.privacy.accounting import total_accountant, total_epsilon
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs import read_json, versions, write_json
-from halfsilver.study.arena import Arena, SearchMode, make_plan, search_arena
+from halfsilver.study.arena import NO_VALIDATION, Arena, SearchMode, make_plan, search_arena
 from halfsilver.study.jobs import Tell, do_all, workers
 from halfsilver.study.problem import METHODS, Problem, Recipe, Setting
 from halfsilver.study.run import Run, run
 from halfsilver.study.search import SEARCHED, choose, costs_of, settings_wanted
-from halfsilver.study.start import make_start
+from halfsilver.study.start import make_start, new_model
 from halfsilver.study.verdict import verdict
 
 SCHEMA_VERSION = 1
 SEARCH_SEED = 100
 STAMPS: Mapping[SearchMode, str] = {
-    "paper search": "search not accounted: settings were chosen by private runs whose epsilon is not in each run's own",
+    "paper search": (
+        "search not accounted: settings were chosen by further private runs, which only the total counts, and scored "
+        "on set-aside training rows without noise, which no epsilon counts"
+    ),
     "public search": "",
 }
 
@@ -70,6 +77,12 @@ class Study:
     folder: Path
     asked: Asked
     source: Source
+    data_ledger: Path | None = None
+
+    @property
+    def ledger(self) -> Path:
+        """That of the private data where they have one; else the study's own."""
+        return self.data_ledger or self.folder / "ledger.jsonl"
 
     def go(self, *, workers_count: int = 1, tell: Tell = lambda text: None) -> dict[str, Any]:
         """Do what is missing and return the summary."""
@@ -96,7 +109,7 @@ class Study:
     def try_setting(self, job: tuple[str, Setting]) -> str:
         method, setting = job
         arena = self._search_arena()
-        ledger = self.folder / ("ledger.jsonl" if arena.spends else f"search/{method}/{setting.label}/ledger.jsonl")
+        ledger = self.ledger if arena.spends else self.folder / "search" / method / setting.label / "ledger.jsonl"
         run(arena, self.asked.recipe, self._job(method, SEARCH_SEED, setting, ledger, search=True), curve_points=0)
         return f"search {method} {setting.label}: {_told(self.folder / 'search' / method / setting.label)}"
 
@@ -105,7 +118,7 @@ class Study:
         setting = Setting(1.0)  # public trains no further
         if method != "public":
             setting = Setting(**read_json(self._choice(method))["setting"])
-        made = self._job(method, seed, setting, self.folder / "ledger.jsonl", search=False)
+        made = self._job(method, seed, setting, self.ledger, search=False)
         run(Arena(problem=self.source(), plan=self._plan(), spends=True), self.asked.recipe, made)
         return f"{method} seed {seed}: {_told(made.folder)}"
 
@@ -121,7 +134,7 @@ class Study:
 
     def _searches(self) -> list[tuple[str, Setting]]:
         jobs = []
-        for method in self._searched():
+        for method in self._unsettled():
             wanted = self._settings(method)
             done = self._costs(method, wanted)
             jobs += [(method, setting) for setting in wanted if setting not in done]
@@ -140,7 +153,7 @@ class Study:
         return costs_of(self.folder / "search" / method, settings, self.asked.recipe.score)
 
     def _choose(self, tell: Tell) -> None:
-        for method in self._searched():
+        for method in self._unsettled():
             choice = choose(self.folder / "search" / method, self._settings(method), self.asked.recipe.score)
             write_json(self._choice(method), choice)
             error = f", {choice['standard_error']:.4f} standard error" if "standard_error" in choice else ""
@@ -154,6 +167,10 @@ class Study:
 
     def _searched(self) -> list[str]:
         return [m for m in self.asked.methods if m in SEARCHED]
+
+    def _unsettled(self) -> list[str]:
+        """Methods without a choice. One that was made stays: runs at two settings must not be averaged."""
+        return [m for m in self._searched() if not self._choice(m).exists()]
 
     # Where things are.
 
@@ -185,26 +202,24 @@ class Study:
         return search_arena(self.source(), self.asked.recipe, self._plan(), self.asked.search)
 
     def _claim(self) -> None:
-        """Write down what was asked, or check that the same is asked again."""
-        path = self.folder / "study.json"
-        asked = json.loads(json.dumps(asdict(self.asked)))
+        """Write down what was asked, or check that the same is asked again; only seeds may be added."""
+        path, problem = self.folder / "study.json", self.source()
+        asked = {**json.loads(json.dumps(asdict(self.asked))), **_sizes(problem)}
         if path.exists():
             found = read_json(path)
-            for name, value in asked.items():
-                if found.get(name) != value:
-                    raise ConfigError(
-                        f"Expected {name} of the study in {self.folder} to be unchanged: it was {found.get(name)!r} "
-                        f"and is now {value!r}. Use another folder for another study."
-                    )
+            _require_same(found, {k: v for k, v in asked.items() if k != "seeds"}, self.folder)
+            for method, count in found["seeds"].items():
+                now = asked["seeds"].get(method, 0)
+                require(now >= count, f"seeds of {method}", now, f"at least {count}, as before: none may be left out")
+            write_json(path, {**found, "seeds": asked["seeds"], "methods": self.asked.methods})
             return
-        problem = self.source()
+        check(problem, self.asked.recipe, self.asked.search)
         plan = make_plan(self.asked.recipe, problem.population, self.asked.epsilon, self.asked.delta)
         about = {
             "schema_version": SCHEMA_VERSION,
             **asked,
             "plan": plan.to_dict(),
             "methods": self.asked.methods,
-            "population": problem.population,
             "problem": dict(problem.about),
             "versions": {**versions(), "python": platform.python_version()},
             "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
@@ -213,21 +228,70 @@ class Study:
 
     def summary(self) -> dict[str, Any]:
         """Everything a reader needs, from the files that are there."""
-        about = read_json(self.folder / "study.json")
-        jobs = [(m, seed) for m in self.asked.methods for seed in range(self.asked.seeds[m])]
-        files = [self._run_folder(m, seed) / "result.json" for m, seed in jobs]
-        runs = [read_json(file) for file in files if file.exists()]
-        own = [STAMPS[self.asked.search]] + (["quick: too short to publish"] if self.asked.quick else [])
-        theirs = [*about["problem"].get("stamps", []), *(s for r in runs for s in r["stamps"])]
-        return {
-            **about,
-            "steps": about["plan"]["steps"],
-            "choices": {m: read_json(self._choice(m)) for m in self._searched() if self._choice(m).exists()},
-            "runs": runs,
-            "ledger": ledger_totals(self.folder / "ledger.jsonl", self.asked.delta),
-            "verdict": verdict(runs),
-            "stamps": sorted({s for s in own + theirs if s}),
-        }
+        return summary_of(self.folder, self.ledger)
+
+
+def summary_of(folder: Path, ledger: Path | None = None) -> dict[str, Any]:
+    """The summary of the study in `folder`, finished or not."""
+    about = read_json(folder / "study.json")
+    jobs = [(m, seed) for m in about["methods"] for seed in range(about["seeds"][m])]
+    files = [folder / "runs" / f"{m}-seed-{seed}" / "result.json" for m, seed in jobs]
+    runs = [read_json(file) for file in files if file.exists()]
+    choices = {m: folder / "search" / m / "choice.json" for m in about["methods"]}
+    own = {
+        STAMPS[about["search"]]: True,
+        "quick: too short to publish": about["quick"],
+        "not finished: some runs of this study are still missing": len(runs) < len(jobs),
+    }
+    theirs = [*about["problem"].get("stamps", []), *(s for r in runs for s in r["stamps"])]
+    given = PrivacyPlan.from_dict(about["plan"]).epsilon(about["delta"]) if about["epsilon"] is None else None
+    return {
+        **about,
+        "epsilon": about["epsilon"] if given is None else given,
+        "steps": about["plan"]["steps"],
+        "choices": {m: read_json(path) for m, path in choices.items() if path.exists()},
+        "runs": runs,
+        "ledger": ledger_totals(ledger or folder / "ledger.jsonl", about["delta"]),
+        "verdict": verdict(runs),
+        "stamps": sorted({s for s in (*(text for text, holds in own.items() if holds), *theirs) if s}),
+    }
+
+
+def check(problem: Problem, recipe: Recipe, search: SearchMode) -> None:
+    """Find the likely mistakes before anything is trained."""
+    metrics = {"loss": problem.loss_fn, **problem.metrics}
+    require(recipe.score in metrics, "score", recipe.score, f"to be one of {tuple(metrics)}")
+    if search == "paper search" and problem.validation is None:
+        raise ConfigError(NO_VALIDATION)
+    model, rows = new_model(problem, 0), torch.arange(min(2, len(PublicRows(problem.public))))
+    for name, fn in metrics.items():
+        shape = tuple(fn(model, PublicRows(problem.public).batch(rows, trainable(model)[0].device)).shape)
+        require(shape == (len(rows),), f"shape of {name} on {len(rows)} rows", shape, "to be one value per example")
+
+
+def _sizes(problem: Problem) -> dict[str, Any]:
+    """Public numbers by which other data, or another model, are noticed."""
+    parameters = sum(p.numel() for p in trainable(new_model(problem, 0)))
+    rows = {name: len(PublicRows(data)) for name, data in (("public", problem.public), ("test", problem.test))}
+    return {"population": problem.population, "rows": rows, "parameters": parameters}
+
+
+def _require_same(found: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
+    for name, value in asked.items():
+        if found.get(name) != value:
+            was, now = _apart(found.get(name), value)
+            raise ConfigError(
+                f"Expected {name} of the study in {folder} to be unchanged: it was {was!r} and is now {now!r}. Use "
+                "another folder for another study."
+            )
+
+
+def _apart(a: Any, b: Any) -> tuple[Any, Any]:
+    """Of two dicts only what differs."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return a, b
+    names = sorted(name for name in {*a, *b} if a.get(name) != b.get(name))
+    return {n: a.get(n) for n in names}, {n: b.get(n) for n in names}
 
 
 def _told(folder: Path) -> str:

@@ -130,7 +130,7 @@ def _notes(found: Sequence[Difference], confidence: float) -> Iterator[str]:
     if nothing:
         yield f"{_capital(nothing)}: do not spend epsilon on them unless more seeds show a gain."
     if any(d.low is None for d in found):
-        yield "One seed: no interval; run more seeds with --seeds."
+        yield "One seed: no interval; run more seeds."
     if any(d.low is not None for d in found):
         share = f"{_number(100 * (1 - confidence), signed=False)} %"
         yield f"Intervals are over seeds on the same data, each on its own: by chance, each misses in {share} of cases."
@@ -152,7 +152,8 @@ def _headline(found: Sequence[Difference], lost: Diverged) -> str:
     if lost:
         count = sum(len(seeds) for seeds in lost.values())
         parts.insert(0, f"{count} run{'s' if count > 1 else ''} diverged ({', '.join(lost)})")
-    alone = ": one seed cannot tell effect from noise" if any(d.low is None for d in found if d.name != START) else ""
+    shown = [d for d in found if d.name != START and d.metric == "loss"]
+    alone = ": one seed cannot tell effect from noise" if shown and all(d.low is None for d in shown) else ""
     return _capital("; ".join(parts) or "there are no two methods with a seed in common to compare") + alone + "."
 
 
