@@ -29,7 +29,6 @@ from halfsilver.study.source import TaskSource
 from halfsilver.study.start import make_start
 from halfsilver.tasks.recipes import load
 
-SEEDS = 3
 SETTINGS = {  # chosen by the search of the study with the same epsilon
     "emnist": {"warm": Setting(4.0), "pda": Setting(2.0, 0.95)},
     "cifar10": {"warm": Setting(1.0), "pda": Setting(1.0, 0.98)},
@@ -67,6 +66,7 @@ def variants(base: Recipe) -> list[Variant]:
         trained("mirror: no augmentation", mirror, augment_public=False),
         trained("mirror: public gradient clipped to 1", mirror, public_max_norm=1.0),
         trained("clip norm 4", private, max_grad_norm=4.0),
+        trained("clip norm 16", private, max_grad_norm=16.0),
     ]
 
 
@@ -79,6 +79,8 @@ class Ablation:
     epsilon: float
     delta: float
     base: Recipe
+    seeds: int
+    only: str
 
     def do(self, job: tuple[int, str, int]) -> str:
         number, method, seed = job
@@ -98,8 +100,8 @@ class Ablation:
         return f"{variant.name}, {method}, seed {seed}: {read_json(made.result)['final']}"
 
     def jobs(self) -> list[tuple[int, str, int]]:
-        numbered = enumerate(variants(self.base))
-        return [(i, m, seed) for i, v in numbered for m in v.methods for seed in range(SEEDS)]
+        numbered = [(i, v) for i, v in enumerate(variants(self.base)) if i == 0 or self.only in v.name]
+        return [(i, m, seed) for i, v in numbered for m in v.methods for seed in range(self.seeds)]
 
     def rows(self) -> list[dict[str, Any]]:
         """Mean over seeds for each variant and method, and the paired difference to the recipe as it is."""
@@ -133,16 +135,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="", help="variants with this in their name, beside the recipe as it is")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     recipe, more = load(args.task, "workstation")
-    study = Ablation(TaskSource.of(args.task, args.data, {}), args.out, args.epsilon, more["delta"], recipe)
+    study = Ablation(TaskSource.of(args.task, args.data, {}), args.out, args.epsilon, more["delta"], recipe,
+                     args.seeds, args.only)  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     with workers(args.workers) as pool:  # starts first: two jobs that share one must not make it at once
         do_all(pool, study.do, [job for job in study.jobs() if job[1] == "public"], partial(print, flush=True))
         do_all(pool, study.do, [job for job in study.jobs() if job[1] != "public"], partial(print, flush=True))
     result = {"task": args.task, "epsilon": args.epsilon, "delta": more["delta"], "recipe": asdict(recipe),
-              "settings": {m: asdict(s) for m, s in SETTINGS[args.task].items()}, "seeds": SEEDS,
+              "settings": {m: asdict(s) for m, s in SETTINGS[args.task].items()}, "seeds": args.seeds,
               "scored": "set-aside training rows", "versions": versions(), "rows": study.rows()}  # fmt: skip
     write_json(args.out / "ablation.json", result)
     columns = ("variant", "method", "accuracy", "accuracy_change", "loss", "loss_change", "loss_low", "loss_high")

@@ -30,7 +30,8 @@ from halfsilver.study.problem import Problem, Setting
 from halfsilver.study.run import Run, run
 from halfsilver.study.search import choose, first_settings, neighbours, settings_wanted
 from halfsilver.study.start import make_start, new_model
-from halfsilver.study.study import Asked, Study, ledger_totals
+from halfsilver.study.study import Asked, Study
+from halfsilver.study.summary import ledger_totals
 
 GRID = hs.Grid(cold=(0.5, 1.0), warm=(0.5, 1.0), pda=(1.0,), alpha_end=(0.9,))
 RECIPE = hs.Recipe(

@@ -17,7 +17,7 @@ from torch.nn import functional
 from halfsilver._tensors import Batch, LossFn, flatten, take_rows, trainable
 from halfsilver.errors import ConfigError, UnsupportedLayer
 from halfsilver.privacy.gradients import BACKENDS, ClippedSum, Speed, make_backend
-from halfsilver.privacy.gradients.base import GradientBackend, clip_factors
+from halfsilver.privacy.gradients.base import GradientBackend, clip_factors, row_norms
 from halfsilver.privacy.gradients.linear import LinearModel, Link, predictions, with_row_norms
 from halfsilver.privacy.gradients.rows import default_rows, expected_pieces, fastest_rows
 from halfsilver.privacy.gradients.users import clipped_user_gradient
@@ -472,3 +472,20 @@ def test_linear_rows_round_alike_in_batches_of_any_size() -> None:
     alone = predictions(x, weight)
     for rows in (1, 2, 63, 127, 128, 129, 255, 400, 699):
         assert torch.equal(predictions(x[:rows], weight), alone[:rows])
+
+
+def test_half_precision_does_not_look_like_a_mistake() -> None:
+    """On a trained network bfloat16 moves the clipped sum by more than a check at full precision allows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(6)
+    example = {"x": torch.randn(4, 1, 8, 8), "y": torch.tensor([0, 1, 2, 0])}
+    speed = Speed(backend="book", autocast=torch.bfloat16)
+    exact = Vmap(model, class_loss, example)
+    clip = 0.5 * float(row_norms(exact.per_example(example)).min())
+    rounded = Vmap(model, speed.precise(class_loss), example).clipped_sum(example, clip)
+    pairs = zip(rounded.tensors, exact.clipped_sum(example, clip).tensors, strict=True)
+    assert max(float((a - b).norm()) for a, b in pairs) > 0.02 * clip
+    assert make_backend(speed, model, class_loss, example).name == "book"

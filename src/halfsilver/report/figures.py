@@ -47,7 +47,8 @@ def picture(name: str, paint: Paint, *, title: str, caption: str, alt: str, heig
         paint(axes)
         handles, labels = axes.get_legend_handles_labels()
         if len(labels) > 1:
-            looks = {"ncols": min(len(labels), 4), "frameon": False, "columnspacing": 1.2}
+            columns = 3 if len(labels) > 4 and max(map(len, labels)) > 6 else 4  # what fits beside each other
+            looks = {"ncols": min(len(labels), columns), "frameon": False, "columnspacing": 1.2}
             drawing.legend(handles, labels, loc="outside lower center", **looks)
         drawing.draw_without_rendering()
         drawing.set_layout_engine("none")  # the layout is found: each format would look for it again

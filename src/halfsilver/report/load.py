@@ -28,7 +28,7 @@ def load(path: Path) -> Mapping[str, Any] | OneRun:
     if (path / "summary.json").is_file():
         return _summary(path / "summary.json")
     if (path / "study.json").is_file():
-        from halfsilver.study.study import summary_of
+        from halfsilver.study.summary import summary_of
 
         return summary_of(path)
     run = RunFolder(path)

@@ -161,6 +161,7 @@ def _differences(study: Json, metric: str) -> Picture | None:
             _whisker(axes, difference, row, factor, colour)
         unit = ", points" if "accuracy" in metric else ""
         axes.set(xlabel=f"difference of {metric}{unit}", ylim=(len(found) - 0.5, -0.5))
+        axes.locator_params(axis="x", nbins=5)  # small differences have long labels
         axes.set_yticks(range(len(found)), [str(d.get("name")) for d in found], parse_math=False)
         axes.margins(x=0.1)
 

@@ -10,33 +10,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from halfsilver import _os
-from halfsilver._tensors import trainable
-from halfsilver.errors import ConfigError, require
-from halfsilver.mirror.rows import PublicRows
-from halfsilver.privacy.accounting import total_accountant, total_epsilon
-from halfsilver.privacy.ledger import Ledger
+from halfsilver.errors import require
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs import read_json, versions, write_json
-from halfsilver.study.arena import NO_VALIDATION, Arena, SearchMode, make_plan, search_arena
+from halfsilver.study.arena import Arena, SearchMode, make_plan, search_arena
+from halfsilver.study.check import require_same, require_usable, sizes
 from halfsilver.study.jobs import Tell, do_all, workers
 from halfsilver.study.problem import METHODS, Problem, Recipe, Setting
 from halfsilver.study.run import Run, run
 from halfsilver.study.search import SEARCHED, choose, costs_of, settings_wanted
-from halfsilver.study.start import make_start, new_model
-from halfsilver.study.verdict import verdict
+from halfsilver.study.start import make_start
+from halfsilver.study.summary import STAMPS, summary_of
 
 SCHEMA_VERSION = 1
 SEARCH_SEED = 100
-STAMPS: Mapping[SearchMode, str] = {
-    "paper search": (
-        "search not accounted: settings were chosen by further private runs, which only the total counts, and scored "
-        "on set-aside training rows without noise, which no epsilon counts"
-    ),
-    "public search": "",
-}
 
 Source = Callable[[], Problem]  # opens the problem in whichever process needs it
 
@@ -204,16 +192,16 @@ class Study:
     def _claim(self) -> None:
         """Write down what was asked, or check that the same is asked again; only seeds may be added."""
         path, problem = self.folder / "study.json", self.source()
-        asked = {**json.loads(json.dumps(asdict(self.asked))), **_sizes(problem)}
+        asked = {**json.loads(json.dumps(asdict(self.asked))), **sizes(problem)}
         if path.exists():
             found = read_json(path)
-            _require_same(found, {k: v for k, v in asked.items() if k != "seeds"}, self.folder)
+            require_same(found, {k: v for k, v in asked.items() if k != "seeds"}, self.folder)
             for method, count in found["seeds"].items():
                 now = asked["seeds"].get(method, 0)
                 require(now >= count, f"seeds of {method}", now, f"at least {count}, as before: none may be left out")
             write_json(path, {**found, "seeds": asked["seeds"], "methods": self.asked.methods})
             return
-        check(problem, self.asked.recipe, self.asked.search)
+        require_usable(problem, self.asked.recipe, self.asked.search)
         plan = make_plan(self.asked.recipe, problem.population, self.asked.epsilon, self.asked.delta)
         about = {
             "schema_version": SCHEMA_VERSION,
@@ -231,88 +219,9 @@ class Study:
         return summary_of(self.folder, self.ledger)
 
 
-def summary_of(folder: Path, ledger: Path | None = None) -> dict[str, Any]:
-    """The summary of the study in `folder`, finished or not."""
-    about = read_json(folder / "study.json")
-    jobs = [(m, seed) for m in about["methods"] for seed in range(about["seeds"][m])]
-    files = [folder / "runs" / f"{m}-seed-{seed}" / "result.json" for m, seed in jobs]
-    runs = [read_json(file) for file in files if file.exists()]
-    choices = {m: folder / "search" / m / "choice.json" for m in about["methods"]}
-    own = {
-        STAMPS[about["search"]]: True,
-        "quick: too short to publish": about["quick"],
-        "not finished: some runs of this study are still missing": len(runs) < len(jobs),
-    }
-    theirs = [*about["problem"].get("stamps", []), *(s for r in runs for s in r["stamps"])]
-    given = PrivacyPlan.from_dict(about["plan"]).epsilon(about["delta"]) if about["epsilon"] is None else None
-    return {
-        **about,
-        "epsilon": about["epsilon"] if given is None else given,
-        "steps": about["plan"]["steps"],
-        "choices": {m: read_json(path) for m, path in choices.items() if path.exists()},
-        "runs": runs,
-        "ledger": ledger_totals(ledger or folder / "ledger.jsonl", about["delta"]),
-        "verdict": verdict(runs),
-        "stamps": sorted({s for s in (*(text for text, holds in own.items() if holds), *theirs) if s}),
-    }
-
-
-def check(problem: Problem, recipe: Recipe, search: SearchMode) -> None:
-    """Find the likely mistakes before anything is trained."""
-    metrics = {"loss": problem.loss_fn, **problem.metrics}
-    require(recipe.score in metrics, "score", recipe.score, f"to be one of {tuple(metrics)}")
-    if search == "paper search" and problem.validation is None:
-        raise ConfigError(NO_VALIDATION)
-    model, rows = new_model(problem, 0), torch.arange(min(2, len(PublicRows(problem.public))))
-    for name, fn in metrics.items():
-        shape = tuple(fn(model, PublicRows(problem.public).batch(rows, trainable(model)[0].device)).shape)
-        require(shape == (len(rows),), f"shape of {name} on {len(rows)} rows", shape, "to be one value per example")
-
-
-def _sizes(problem: Problem) -> dict[str, Any]:
-    """Public numbers by which other data, or another model, are noticed."""
-    parameters = sum(p.numel() for p in trainable(new_model(problem, 0)))
-    rows = {name: len(PublicRows(data)) for name, data in (("public", problem.public), ("test", problem.test))}
-    return {"population": problem.population, "rows": rows, "parameters": parameters}
-
-
-def _require_same(found: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
-    for name, value in asked.items():
-        if found.get(name) != value:
-            was, now = _apart(found.get(name), value)
-            raise ConfigError(
-                f"Expected {name} of the study in {folder} to be unchanged: it was {was!r} and is now {now!r}. Use "
-                "another folder for another study."
-            )
-
-
-def _apart(a: Any, b: Any) -> tuple[Any, Any]:
-    """Of two dicts only what differs."""
-    if not (isinstance(a, dict) and isinstance(b, dict)):
-        return a, b
-    names = sorted(name for name in {*a, *b} if a.get(name) != b.get(name))
-    return {n: a.get(n) for n in names}, {n: b.get(n) for n in names}
-
-
 def _told(folder: Path) -> str:
     final = read_json(folder / "result.json")["final"]
     return ", ".join(f"{name} {'diverged' if v is None else format(v, '.4f')}" for name, v in final.items())
-
-
-def ledger_totals(path: Path, delta: float) -> dict[str, Any]:
-    """What all runs on the private data have spent together."""
-    if not path.exists():
-        return {"runs": 0, "epsilon": 0.0, "delta": delta, "accountant": "pld"}
-    ledger = Ledger.open(path, create=False)
-    counts = ledger.counts()
-    accountant = total_accountant(counts)
-    both = delta if accountant == "pld" else 2 * delta  # see halfsilver.statement
-    return {
-        "runs": len(ledger.runs),
-        "epsilon": total_epsilon(counts, delta),
-        "delta": both,
-        "accountant": accountant,
-    }
 
 
 def seeds_for(methods: Sequence[str], seeds: int, cold_seeds: int | None = None) -> dict[str, int]:

@@ -1,0 +1,53 @@
+"""What is looked at before a study begins, or goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfsilver._tensors import trainable
+from halfsilver.errors import ConfigError, require
+from halfsilver.mirror.rows import PublicRows
+from halfsilver.study.arena import NO_VALIDATION, SearchMode
+from halfsilver.study.problem import Problem, Recipe
+from halfsilver.study.start import new_model
+
+
+def require_usable(problem: Problem, recipe: Recipe, search: SearchMode) -> None:
+    """Find the likely mistakes before anything is trained."""
+    metrics = {"loss": problem.loss_fn, **problem.metrics}
+    require(recipe.score in metrics, "score", recipe.score, f"to be one of {tuple(metrics)}")
+    if search == "paper search" and problem.validation is None:
+        raise ConfigError(NO_VALIDATION)
+    model, rows = new_model(problem, 0), torch.arange(min(2, len(PublicRows(problem.public))))
+    for name, fn in metrics.items():
+        shape = tuple(fn(model, PublicRows(problem.public).batch(rows, trainable(model)[0].device)).shape)
+        require(shape == (len(rows),), f"shape of {name} on {len(rows)} rows", shape, "to be one value per example")
+
+
+def sizes(problem: Problem) -> dict[str, Any]:
+    """Public numbers by which other data, or another model, are noticed."""
+    parameters = sum(p.numel() for p in trainable(new_model(problem, 0)))
+    rows = {name: len(PublicRows(data)) for name, data in (("public", problem.public), ("test", problem.test))}
+    return {"population": problem.population, "rows": rows, "parameters": parameters}
+
+
+def require_same(found: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
+    for name, value in asked.items():
+        if found.get(name) != value:
+            was, now = _apart(found.get(name), value)
+            raise ConfigError(
+                f"Expected {name} of the study in {folder} to be unchanged: it was {was!r} and is now {now!r}. Use "
+                "another folder for another study."
+            )
+
+
+def _apart(a: Any, b: Any) -> tuple[Any, Any]:
+    """Of two dicts only what differs."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return a, b
+    names = sorted(name for name in {*a, *b} if a.get(name) != b.get(name))
+    return {n: a.get(n) for n in names}, {n: b.get(n) for n in names}
