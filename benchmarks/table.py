@@ -138,7 +138,13 @@ class Study:
 
 
 def _percent(difference: float, base: float) -> str:
-    return f"{100 * difference / base:+.2f}"
+    """Two decimals, or as many as show on which side of 0 it is.
+
+    >>> _percent(-0.242, 0.85), _percent(-0.00004, 1.0)
+    ('-28.47', '-0.004')
+    """
+    value = 100 * difference / base
+    return f"{value:+.2f}" if abs(value) >= 0.005 or value == 0 else f"{value:+.1g}"
 
 
 def load(folder: Path) -> list[Study]:
