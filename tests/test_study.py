@@ -302,17 +302,20 @@ def test_a_killed_run_goes_on_while_it_has_steps_to_spare_and_else_begins_again(
         folder, own, recipe = tmp_path / str(spare), problem(), replace(RECIPE, spare=spare)
         plan = make_plan(recipe, 200, 5.0, 1e-4)
         arena = Arena(problem=own, plan=plan, spends=True)
-        start, ledger = folder / "start.safetensors", folder / "ledger.jsonl"
-        job = Run(
-            method="warm", seed=0, setting=Setting(1.0), folder=folder / "run", start=start, ledger=ledger, delta=1e-4
-        )
+        start, ledger = (
+            folder / "start.safetensors",
+            folder / "ledger.jsonl",
+        )  # in the run folder, as the command has it
+        job = Run(method="warm", seed=0, setting=Setting(1.0), folder=folder, start=start, ledger=ledger, delta=1e-4)
         make_start(own, recipe, 0, start)
         with pytest.raises(KeyboardInterrupt), monkeypatched_report(12):
             run(arena, recipe, job)
         run(arena, recipe, job)
         result = json.loads(job.result.read_text())
         assert (result["steps"], result["stamps"]) == (plan.steps, [])
-        assert len(hs.Ledger.open(ledger, create=False).runs) == 1 + restarts
+        entered = hs.Ledger.open(ledger, create=False).runs.values()
+        assert len(entered) == 1 + restarts, "a run that began again must stay in the ledger"
+        assert sum(r.spent for r in entered) >= plan.steps + 12
 
 
 @contextmanager

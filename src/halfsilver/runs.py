@@ -75,6 +75,14 @@ class RunFolder:
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
+    def clear(self) -> None:
+        """Make room for another run. A ledger that lies here stays: what was spent stays spent.
+
+        The config goes last, so that a kill on the way leaves a folder that is still seen to be in use.
+        """
+        for path in (self.checkpoint, self.metrics, self.statement, self.config):
+            path.unlink(missing_ok=True)
+
     def rewind(self, step: int) -> None:
         """Drop what was logged after `step`, torn line included: those steps are done again."""
         kept = [record for record in self.history() if record["step"] <= step]

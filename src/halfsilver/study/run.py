@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -57,8 +56,8 @@ def run(
     """Train and evaluate, going on where an earlier process stopped; afterwards `job.result` exists."""
     if job.result.exists():
         return _require_same(job, arena.plan)
-    if _hopeless(job, arena):  # the ledger keeps what it spent
-        shutil.rmtree(job.folder)
+    if _hopeless(job, arena):
+        RunFolder(job.folder).clear()  # the ledger keeps what it spent
     started = time.monotonic()
     problem = arena.problem
     model = new_model(problem, job.seed)
