@@ -489,3 +489,22 @@ def test_half_precision_does_not_look_like_a_mistake() -> None:
     pairs = zip(rounded.tensors, exact.clipped_sum(example, clip).tensors, strict=True)
     assert max(float((a - b).norm()) for a, b in pairs) > 0.02 * clip
     assert make_backend(speed, model, class_loss, example).name == "book"
+
+
+def test_a_backend_that_breaks_the_bound_in_half_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right at full precision, and 5 % too long in half of it: its sum may pass for rounding, one row may not."""
+
+    class TooLong(Vmap):
+        def __init__(self, model: nn.Module, loss_fn: LossFn, example: Batch) -> None:
+            super().__init__(model, loss_fn, example)
+            self.factor = 1.0 if loss_fn is class_loss else 1.05
+
+        def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+            return super().clipped_sum(batch, self.factor * max_grad_norm, rows)
+
+    torch.manual_seed(0)
+    model, example = cnn(), images(4)
+    monkeypatch.setitem(BACKENDS, "book", TooLong)
+    assert isinstance(make_backend(Speed(backend="book"), model, class_loss, example), TooLong)
+    with pytest.raises(UnsupportedLayer, match="lets an example contribute"):
+        make_backend(Speed(backend="book", autocast=torch.bfloat16), model, class_loss, example)

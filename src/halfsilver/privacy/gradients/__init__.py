@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import Batch, LossFn, batch_leaves
+from halfsilver._tensors import Batch, LossFn, batch_leaves, batch_rows, norm, take_rows
 from halfsilver.errors import ConfigError, HalfsilverError, UnsupportedLayer, require
 from halfsilver.privacy.gradients.base import ClippedSum, GradientBackend, row_norms
 from halfsilver.privacy.gradients.book import BookKeeping
@@ -113,6 +113,7 @@ def _checked(name: str, speed: Speed, model: torch.nn.Module, loss_fn: LossFn, e
         if speed.autocast is not None:
             backend = BACKENDS[name](model, speed.precise(loss_fn), example)
             _require_close(name, backend, example, clip, expected, _ROUGH)
+            _require_bounded(name, backend, example, clip)
     return backend
 
 
@@ -126,6 +127,18 @@ def _require_close(
     pairs = zip(found.tensors, expected.tensors, strict=True)
     if not all(float((a - b).norm()) <= tolerance * clip for a, b in pairs):
         raise UnsupportedLayer(f"backend={name!r} computes wrong gradients for this model. Use backend='vmap'.")
+
+
+def _require_bounded(name: str, backend: GradientBackend, example: Batch, clip: float) -> None:
+    """Each made-up example alone, among the others as padding: what privacy rests on, at any precision."""
+    order = torch.arange(batch_rows(example))
+    for first in order.tolist():
+        alone = backend.clipped_sum(take_rows(example, order.roll(-first)), clip, rows=1)
+        size = norm(alone.tensors)
+        if not size <= clip:
+            raise UnsupportedLayer(
+                f"backend={name!r} lets an example contribute {size / clip:.4g} clip norms. Use backend='vmap'."
+            )
 
 
 @contextmanager
