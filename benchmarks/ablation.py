@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,10 +64,17 @@ def variants(base: Recipe) -> list[Variant]:
         trained("no falling learning rate", private, lr_end=1.0),
         trained("neither of them", private, average=None, lr_end=1.0),
         trained("mirror: no augmentation", mirror, augment_public=False),
-        trained("mirror: public gradient clipped to 1", mirror, public_max_norm=1.0),
+        _other_way(base, trained),
         trained("clip norm 4", private, max_grad_norm=4.0),
         trained("clip norm 16", private, max_grad_norm=16.0),
     ]
+
+
+def _other_way(base: Recipe, trained: Callable[..., Variant]) -> Variant:
+    """The mirror's public gradient clipped where the recipe leaves it as it is, and left as it is where it clips."""
+    if base.public_max_norm is None:
+        return trained("mirror: public gradient clipped to 1", ("pda",), public_max_norm=1.0)
+    return trained("mirror: public gradient not clipped", ("pda",), public_max_norm=None)
 
 
 @dataclass(frozen=True)

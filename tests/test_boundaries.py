@@ -25,6 +25,7 @@ SHARED = {
     "halfsilver._distributed",
     "halfsilver._sharded",
     "halfsilver.averaging",
+    "halfsilver._local",
 }
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "ssl", "urllib", "urllib3"}

@@ -17,6 +17,7 @@ import halfsilver as hs
 from halfsilver._tensors import flatten, trainable
 from halfsilver.averaging import Average
 from halfsilver.errors import CheckpointCorrupt, ConfigError, LedgerCorrupt, RunFolderBusy
+from halfsilver.privacy.gradients.base import ClippedSum
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.runs import RunFolder
 
@@ -149,8 +150,8 @@ def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, kind: str, schedule:
     def frozen(self: PrivateGradient) -> list[Tensor]:
         step = len(released_at)
         released_at.append(step)
-        assert self._ledger is not None
-        self._ledger.intend(self._run_id, 1)
+        self.out.intend()
+        self.out.noisy(ClippedSum.zeros(trainable(self._model), 1.0))
         return [torch.full_like(p, math.sin(float(step))) for p in trainable(self._model)]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -261,7 +262,7 @@ def test_public_branch_is_bit_identical_on_neighbours(tmp_path: Path, change: st
 
     def frozen(self: PrivateGradient) -> list[Tensor]:
         original(self)
-        return [torch.full_like(p, 0.01 * self.releases) for p in trainable(self._model)]
+        return [torch.full_like(p, 0.01 * self.out.count) for p in trainable(self._model)]
 
     ends = []
     with pytest.MonkeyPatch.context() as patch:

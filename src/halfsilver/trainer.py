@@ -26,11 +26,13 @@ from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.metrics import mean_not_private
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.users import Engine, UserUpdates
 from halfsilver.progress import progress_bar
 from halfsilver.session import Session
 from halfsilver.state import Parts, TrainState, pack, unpack
 
 Stopped = Literal["finished", "budget"]
+Source = PrivateGradient | UserUpdates  # of released gradients
 
 _LOG_LINES = 200
 
@@ -137,13 +139,14 @@ class Trainer:
     ) -> RunResult:
         """Run the plan on `private`, or go on with the run that lies in `run_dir`; a finished one is only loaded.
 
-        `private` is a data set, tensors or `PrivateData`; nothing outside `halfsilver.privacy` reads it. `ledger` is
-        the data set's own ledger where several runs share it (default: one in the run folder). `test` must be public
-        data unless ``metrics_not_private=True``; it is evaluated every `test_every` steps and at the end.
+        `private` is a data set, tensors or `PrivateData`; nothing outside `halfsilver.privacy` reads it. Or it is an
+        `Engine`, behind which users train by themselves. `public` is a data set, or a `PublicLoss` of this model.
+        `ledger` is the data set's own ledger where several runs share it (default: one in the run folder). `test` must
+        be public data unless ``metrics_not_private=True``; it is evaluated every `test_every` steps and at the end.
         """
         if test is not None and test is private and not isinstance(private, PrivateData):
             raise ConfigError("The private data were given as test=, which must be public. Use other rows.")
-        private = private if isinstance(private, PrivateData) else PrivateData(private)
+        private = private if isinstance(private, PrivateData | Engine) else PrivateData(private)
         psi = None if public is None else self._public_loss(public)
         reshard(self.model)
         world, config = self._world, self._config()
@@ -159,7 +162,7 @@ class Trainer:
             stopped = self._loop(session, source, psi, self._tester(test, test_every))
             return self._finish(session, source, stopped, test)
 
-    def _loop(self, session: Session, source: PrivateGradient, psi: PublicLoss | None, test: Tester) -> Stopped:
+    def _loop(self, session: Session, source: Source, psi: PublicLoss | None, test: Tester) -> Stopped:
         params, state = trainable(self.model), self._state
         with self._bar(session) as show:
             while state.step < self.plan.steps and not session.finished:
@@ -176,7 +179,7 @@ class Trainer:
                 self._update(params, direction)  # theta_{t+1}
                 state.step += 1
                 self._report(session, lr, norm(released), test(state.step))
-                if source.between_blocks and session.due(self.checkpoint_seconds):
+                if source.out.between_blocks and session.due(self.checkpoint_seconds):
                     self._save(session, source)
                 show(state.step)
         return "finished" if state.step == self.plan.steps else "budget"
@@ -216,17 +219,33 @@ class Trainer:
         unpack(*parts, self._state, self.model, self.optimizer, self.scheduler)
 
     def _public_loss(self, public: Any) -> PublicLoss:
+        if isinstance(public, PublicLoss):
+            return public
         return PublicLoss(self.model, self.public_loss_fn or self.loss_fn, public, batch_size=self.public_batch_size)
 
     @property
     def _world(self) -> World:
         return World.current(trainable(self.model)[0].device)
 
-    def _save(self, session: Session, source: PrivateGradient | None) -> None:
+    def _save(self, session: Session, source: Source | None) -> None:
         session.world.require_replicas(replicated(self.model))
-        session.save(self.state_dict(), source.head if source else None)
+        session.save(self.state_dict(), source.out.head if source else None)
 
-    def _source(self, session: Session, private: PrivateData, psi: PublicLoss | None) -> PrivateGradient:
+    def _source(self, session: Session, private: PrivateData | Engine, psi: PublicLoss | None) -> Source:
+        world, seed = session.world, self.unsafe_seed
+        entropy = OsEntropy() if seed is None else UnsafeSeed(world.own_seed(seed))
+        if isinstance(private, Engine):
+            return UserUpdates(
+                self.model,
+                self.loss_fn,
+                private,
+                self.plan,
+                ledger=session.ledger,
+                run_id=session.run_id,
+                entropy=entropy,
+                world=world,
+                step=lambda: self._state.step,
+            )
         if psi is not None and self.public_loss_fn is None:  # public and private records are of one kind
             self._public_example = psi.rows.example()
         return PrivateGradient(
@@ -238,8 +257,8 @@ class Trainer:
             run_id=session.run_id,
             public_example=self._public_example,
             speed=self.speed,
-            entropy=OsEntropy() if self.unsafe_seed is None else UnsafeSeed(session.world.own_seed(self.unsafe_seed)),
-            world=session.world,
+            entropy=entropy,
+            world=world,
         )
 
     def _begin(self, session: Session, psi: PublicLoss | None, saved: Parts | None) -> None:
@@ -259,7 +278,7 @@ class Trainer:
         self._fitted = True
         session.write_statement()
 
-    def _finish(self, session: Session, source: PrivateGradient, stopped: Stopped, test: Any) -> RunResult:
+    def _finish(self, session: Session, source: Source, stopped: Stopped, test: Any) -> RunResult:
         if not session.finished:
             if stopped == "budget" and test is not None:
                 session.log({"step": self._state.step, **self.evaluate(test)})

@@ -75,9 +75,9 @@ def test_intents_releases_and_draws_reconcile(tmp_path: Path) -> None:
     source = mechanism(tmp_path, PrivateData(rows(20)), plan(steps=7), nn.Linear(6, 3))
     for _ in range(7):
         source.release()
-    assert source.releases == 7
-    assert source._ledger is not None
-    assert source._ledger.runs["run"].spent == 7
+    assert source.out.count == 7
+    assert source.out._ledger is not None
+    assert source.out._ledger.runs["run"].spent == 7
     with pytest.raises(BudgetExceeded, match="all 7 steps"):
         source.release()
 
@@ -92,7 +92,7 @@ def test_noise_is_the_plans_also_on_empty_batches(tmp_path: Path) -> None:
         statistic = float((sample**2).sum()) / (1.3 * 0.7 / 8 * factor) ** 2
         tail = 2 * min(stats.chi2.cdf(statistic, len(sample)), stats.chi2.sf(statistic, len(sample)))
         assert bool(tail > 1e-6) is accepted
-    assert source.releases == 1
+    assert source.out.count == 1
 
 
 def test_division_is_by_the_declared_batch_not_the_real_one(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_bad_records_contribute_zero_and_raise_nothing(tmp_path: Path, backend: 
         flatten(source._clipped_sum().tensors), flatten(clean._clipped_sum().tensors), rtol=1e-5, atol=1e-6
     )
     assert all(torch.isfinite(t).all() for t in source.release())
-    assert source.releases == 1
+    assert source.out.count == 1
 
 
 def test_releases_lie_on_the_grid_by_default(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_ledger_records_do_not_tell_how_long_a_batch_took(tmp_path: Path, bad: b
     """The number of steps a record covers is fixed before any private row is read."""
     private = PrivateData(Bad(bad), example=(torch.zeros(6), torch.tensor(0)))
     source = mechanism(tmp_path, private, plan(steps=200, sampling_rate=1.0), nn.Linear(6, 3))
-    block = source._block
+    block = source.out._block
     for _ in range(9):
         source.release()
     lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]

@@ -24,9 +24,9 @@ from halfsilver.privacy.gradients.base import Tunable
 from halfsilver.privacy.gradients.probe import PROBE_ROWS, probe
 from halfsilver.privacy.gradients.rows import default_rows, fastest_rows, padded_rows
 from halfsilver.privacy.gradients.users import clipped_user_gradient
-from halfsilver.privacy.ledger import Head, Ledger
-from halfsilver.privacy.noise import check_exactness, noisy_mean
+from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.releases import Releases
 from halfsilver.privacy.sampling import poisson_chunks
 
 # One durable ledger record covers about a second of steps, and at most a fiftieth of the plan: a kill loses no more.
@@ -65,7 +65,7 @@ class PrivateGradient:
         speed = speed or Speed()
         self._world, self._given = world or World(), model
         self._model, self._loss_fn, self.plan = whole_model(model), speed.precise(loss_fn), plan
-        self._entropy, self._ledger, self._run_id = entropy or OsEntropy(), ledger, run_id
+        self._entropy = entropy or OsEntropy()
         self._params, self._here = trainable(model), plan.expected_batch_size / self._world.size
         self._device = self._params[0].device
         self._channels_last = any(
@@ -80,12 +80,12 @@ class PrivateGradient:
         self._rows = self._world.from_lead(lambda: rows)  # one measurement for all: the slowest rank sets the pace
         with self._world.together():
             self._padding = self._made_up(padded_rows(self._rows) if self._records.fixed_shape else 1)
-            self._dimension = sum(p.numel() for p in self._params)
-            check_exactness(plan.noise_multiplier, plan.max_grad_norm, self._dimension)
+            self.out = Releases(
+                self._params, plan, ledger=ledger, run_id=run_id, entropy=self._entropy, world=self._world
+            )
             block = self._steps_per_block()
         self._world.require_same("the private data", self._population, "Give each rank all records, in one order.")
-        self._block = self._world.from_lead(lambda: self._register(block))
-        self.releases, self._granted = 0, 0
+        self.out.register(block)
 
     def _open(self, private: PrivateData, public_example: Any) -> None:
         plan = self.plan
@@ -134,25 +134,6 @@ class PrivateGradient:
         wanted = int(_BLOCK_SECONDS / ((time.monotonic() - started) * pieces + 1e-6))
         return max(1, min(wanted, self.plan.steps // _BLOCK_SHARE))
 
-    def _register(self, block: int) -> int:
-        assert self._ledger is not None, "rank 0 has the ledger"
-        self._ledger.register_run(self._run_id, self.plan, block_max=block)
-        return block
-
-    def _intend(self) -> int:
-        assert self._ledger is not None, "rank 0 has the ledger"
-        return self._ledger.intend(self._run_id, self._block).count
-
-    @property
-    def head(self) -> Head | None:
-        """The ledger's record of this run's latest steps, for the checkpoint; None on a rank without the ledger."""
-        return self._ledger.runs[self._run_id].last if self._ledger else None
-
-    @property
-    def between_blocks(self) -> bool:
-        """Whether every step that the ledger counts has been used: the best moment for a checkpoint."""
-        return self._granted == 0
-
     def release(self) -> Tensors:
         """One noisy mean gradient at the model's current parameters, in their dtypes and lying as they do.
 
@@ -167,32 +148,21 @@ class PrivateGradient:
         reshard(self._given)
         if [id(p) for p in trainable(self._given)] != [id(p) for p in self._params]:
             raise ConfigError("Expected the same parameters to be trainable as at the start. Make a new Trainer.")
-        if self._granted == 0:  # no rank goes on before rank 0 has these steps on disk
-            self._granted = self._world.from_lead(self._intend)
-            self._compare_data()
+        self.out.intend()
+        self._compare_data()
         whole_model(self._given)
         seed = int(self._entropy.words(1)) & (2**63 - 1)  # for dropout and for data sets that draw
         with self._world.together(), own_randomness(seed, [self._device]):
             share = self._clipped_sum()
         total = ClippedSum(self._pieces.sum(share.tensors), share.sensitivity)
-        released = noisy_mean(
-            total,
-            self.plan.noise_multiplier,
-            self._entropy,
-            expected=self.plan.expected_batch_size,
-            dtypes=[p.dtype for p in self._params],
-            dimension=self._dimension,
-        )
-        self._granted -= 1
-        self.releases += 1
-        return self._pieces.placed(released)
+        return self._pieces.placed(self.out.noisy(total))
 
     def _compare_data(self) -> None:
         """Once, refuse to go on if ranks have the data in different orders: a record could be in several shares then.
 
         Looks at some records of each rank; nothing is kept of them, and if they agree nothing follows from them.
         """
-        if self.releases or self._world.size == 1:
+        if self.out.count or self._world.size == 1:
             return
         with self._world.together(), own_randomness(0, [self._device]):
             seen = hashlib.sha256()

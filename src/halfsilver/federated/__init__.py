@@ -1,0 +1,22 @@
+"""Users who keep their data: training with user-level privacy, simulated or on real nodes.
+
+`Trainer.fit` takes an engine in place of private data. `InProcess` and `Workers` simulate users on this machine;
+`halfsilver.federated.flower` reaches them through Flower. Everything else is as in central training.
+"""
+
+from halfsilver._local import LocalTraining, local_update
+from halfsilver.mirror.users import PublicUsers
+from halfsilver.privacy.users import Contribution, Engine, InProcess, PrivateUsers, Round, TensorUsers, UserStore
+
+__all__ = [
+    "Contribution",
+    "Engine",
+    "InProcess",
+    "LocalTraining",
+    "PrivateUsers",
+    "PublicUsers",
+    "Round",
+    "TensorUsers",
+    "UserStore",
+    "local_update",
+]

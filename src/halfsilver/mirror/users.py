@@ -1,0 +1,68 @@
+"""Public users: the mirror of a federated run is a pseudo-gradient, made as the private users make theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from halfsilver._local import LocalTraining, kept, local_update
+from halfsilver._random import own_randomness
+from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, map_batch, norm, scale, take_rows, trainable
+from halfsilver.averaging import copy_to
+from halfsilver.errors import require
+from halfsilver.mirror.public import PublicLoss
+from halfsilver.mirror.rows import derive_seed
+
+
+@final
+class PublicUsers(PublicLoss):
+    """The public loss of some users, whose "gradient" is the mean of what their local training would change.
+
+    Each of `cohort` users (all by default), drawn by the step, trains on its own rows in an order drawn by the step;
+    its update is clipped to `max_norm`. That is what private users do, so the two directions are of one kind and size.
+    Value and derivatives other than `gradient` are those of the loss over all rows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        users: Sequence[Batch],
+        local: LocalTraining,
+        *,
+        cohort: int | None = None,
+        max_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        require(len(users) > 0, "number of public users", 0, "at least 1")
+        require(cohort is None or cohort >= 1, "cohort", cohort, "at least 1 or None")
+        super().__init__(model, loss_fn, pooled(users), seed=seed)
+        self._users, self._local, self._max_norm = users, local, max_norm
+        self._cohort = min(cohort or len(users), len(users))
+
+    def gradient(self, params: Tensors | None = None, *, step: int | None = None) -> Tensors:
+        """The mean update of the public users of this step, at the parameters that are given."""
+        live = trainable(self.model)
+        with own_randomness(derive_seed(self.seed, step), [live[0].device]), kept(self.model):
+            copy_to(live, params or live)
+            drawn = torch.randperm(len(self._users))[: self._cohort].tolist()
+            total = [torch.zeros_like(p) for p in live]
+            for update in (self._update(self._users[user]) for user in drawn):
+                torch._foreach_add_(total, update, alpha=1 / self._cohort)
+        return total
+
+    def _update(self, rows: Batch) -> Tensors:
+        device = trainable(self.model)[0].device
+        shuffled = take_rows(rows, torch.randperm(batch_rows(rows)))
+        update = local_update(self.model, self.loss_fn, map_batch(lambda t: t.to(device), shuffled), self._local)
+        size = norm(update)
+        return update if self._max_norm is None or size <= self._max_norm else scale(update, self._max_norm / size)
+
+
+def pooled(users: Sequence[Batch]) -> Batch:
+    """All rows of all users, one user after the other."""
+    return pytree.tree_map(lambda *columns: torch.cat(columns), users[0], *users[1:])

@@ -1,0 +1,75 @@
+"""Left of the bar in a federated run: ledger, draw of users, their updates, clip, sum, noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from halfsilver._distributed import World
+from halfsilver._tensors import LossFn, Tensors, trainable
+from halfsilver.errors import ConfigError
+from halfsilver.privacy.entropy import Entropy
+from halfsilver.privacy.ledger import Ledger
+from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.releases import Releases
+from halfsilver.privacy.sampling import poisson_chunks
+from halfsilver.privacy.users.engine import Engine, Round
+from halfsilver.privacy.users.fold import Fold
+
+_DRAWN_AT_ONCE = 1024
+
+
+@final
+class UserUpdates:
+    """Releases noisy means of users' updates, as `PrivateGradient` does of examples' gradients.
+
+    Guarantee: as there, with a user in place of an example, whichever replies are missing, broken or made up. An
+    engine that brings sums is trusted to have clipped what is in them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        engine: Engine,
+        plan: PrivacyPlan,
+        *,
+        ledger: Ledger | None,
+        run_id: str,
+        entropy: Entropy,
+        world: World,
+        step: Callable[[], int],
+    ) -> None:
+        if plan.unit != "user":
+            raise ConfigError(f"Expected plan.unit to be 'user' for users who train themselves, not {plan.unit!r}.")
+        if world.size > 1:
+            raise ConfigError(f"Expected one process to gather the updates of users, not {world.size} ranks.")
+        self._model, self._loss_fn, self._engine, self._step = model, loss_fn, engine, step
+        self._params, self.plan = trainable(model), plan
+        self.out = Releases(self._params, plan, ledger=ledger, run_id=run_id, entropy=entropy, world=world)
+        self.out.register(1)  # rounds are long: each has a record of its own
+
+    def release(self) -> Tensors:
+        """One noisy mean update. Raises `BudgetExceeded`, before any user is drawn, once plan or budget are used up."""
+        self.out.intend()
+        fold = Fold(self._params, self.plan.max_grad_norm)
+        seed = int(self.out.entropy.words(1)) & (2**62 - 1)  # for dropout and the like
+        asked = Round(
+            step=self._step(),
+            model=self._model,
+            loss_fn=self._loss_fn,
+            users=self._drawn(),
+            max_grad_norm=self.plan.max_grad_norm,
+            seed=seed,
+        )
+        for contribution in self._engine.contributions(asked):
+            fold.add(contribution)
+        return self.out.noisy(fold.total)
+
+    def _drawn(self) -> Tensor:
+        chunks = poisson_chunks(self._engine.population, self.plan.sampling_rate, _DRAWN_AT_ONCE, self.out.entropy)
+        numbers = [torch.arange(c.start, c.stop) if isinstance(c, slice) else c for c in chunks]
+        return torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64)
