@@ -24,6 +24,7 @@ def test_each_task_has_a_workstation_recipe_and_the_two_of_the_paper() -> None:
         ("cifar10", "workstation"), ("cifar10", "eps3.51"), ("cifar10", "eps0.19"),
         ("emnist", "workstation"), ("emnist", "eps25.8"), ("emnist", "eps0.48"),
         ("wikitext2", "workstation"), ("wikitext2", "eps15.7"), ("wikitext2", "eps1.71"), ("wikitext2", "ood"),
+        ("cifar10", "short"), ("stackexchange", "workstation"), ("stackexchange", "paper"),
     }  # fmt: skip
 
 
@@ -33,7 +34,8 @@ def test_every_recipe_loads(task: str, name: str) -> None:
     assert recipe.name == name
     assert set(more) <= {"epsilon", "delta", "task", "paper"}
     assert 0 < more["delta"] < 1e-4
-    assert recipe.public_batch_size == recipe.batch_size // 4
+    assert recipe.public_batch_size == (5 if recipe.local else recipe.batch_size // 4)
+    assert (recipe.local is None) == (recipe.rounds is None) == (task != "stackexchange")
 
 
 @pytest.mark.parametrize(("task", "name"), [pair for pair in ALL if pair[1].startswith("eps")])
@@ -49,6 +51,7 @@ def test_paper_recipes_spend_what_the_paper_says(task: str, name: str) -> None:
         noise_multiplier=recipe.noise_multiplier,
     )
     assert plan.epsilon(more["delta"], "rdp") == pytest.approx(more["epsilon"], rel=1e-2, abs=5e-3)
+    assert recipe.epochs is not None
     ends = [math.cos(math.pi * recipe.epochs / (2 * more["paper"]["alpha_K"]))]
     assert set(ends) <= set(recipe.grid.alpha_end)
     figures = [more["paper"][method] for method in ("cold", "warm", "pda")]
@@ -100,6 +103,9 @@ def test_whole_numbers_serve_as_fractions() -> None:
         (GOOD, "recipe = 1", "'recipe'=1; expected dict"),
         (GOOD, "[recipe]\nbatch_size = 8", "lacks 'recipe.grid'"),
         (GOOD, GOOD + "[recipe.pretrain]\nepoch = 1", r"unknown key 'recipe\.pretrain\.epoch'"),
+        (GOOD, GOOD + "[recipe.local]\nrate = 1", r"unknown key 'recipe\.local\.rate'"),
+        ("epochs = 3", "epochs = 3\nrounds = 3", "epochs and rounds"),
+        ("epochs = 3", "", "epochs and rounds"),
     ],
 )
 def test_a_mistake_is_named(old: str, new: str, message: str) -> None:

@@ -34,7 +34,9 @@ def data_folder(data: Path | None) -> Path:
 
 
 def compare(
-    task: Annotated[str, typer.Argument(help="emnist, cifar10, wikitext2; or linreg, the synthetic regression.")],
+    task: Annotated[
+        str, typer.Argument(help="emnist, cifar10, wikitext2, stackexchange; or linreg, the synthetic regression.")
+    ],
     epsilon: Epsilon = None,
     delta: Delta = None,
     recipe: RecipeName = "workstation",
@@ -114,7 +116,8 @@ def run(
     learning_rate: Annotated[float | None, typer.Option(help="Default: the middle of the recipe's grid.")] = None,
     alpha_end: Annotated[float | None, typer.Option(help="Default: the middle of the recipe's grid.")] = None,
     seed: Annotated[int, typer.Option(help="Of the model's first weights; noise always comes from the system.")] = 0,
-    quick: Annotated[bool, typer.Option(help="2 epochs; not for publication.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of a federated task (default: the recipe's).")] = None,
+    quick: Annotated[bool, typer.Option(help="2 epochs or 20 rounds; not for publication.")] = False,
     data: Data = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; an unfinished run there is gone on with.")] = None,
     as_json: Json = False,
@@ -135,6 +138,7 @@ def run(
         quick=quick,
         out=out,
         tell=_tell,
+        rounds=rounds,
     )
     if method != "public":
         from halfsilver.report import write_report

@@ -23,9 +23,9 @@ def loss_fn(model: Any, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def columns(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def columns(rows: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 6, generator=generator)
+    x = torch.randn(rows, 6, generator=generator).to(dtype)
     return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
 
 

@@ -6,7 +6,16 @@
 
 from halfsilver._local import LocalTraining, local_update
 from halfsilver.mirror.users import PublicUsers
-from halfsilver.privacy.users import Contribution, Engine, InProcess, PrivateUsers, Round, TensorUsers, UserStore
+from halfsilver.privacy.users import (
+    Contribution,
+    Engine,
+    InProcess,
+    PrivateUsers,
+    Round,
+    TensorUsers,
+    UserStore,
+    Workers,
+)
 
 __all__ = [
     "Contribution",
@@ -18,5 +27,6 @@ __all__ = [
     "Round",
     "TensorUsers",
     "UserStore",
+    "Workers",
     "local_update",
 ]

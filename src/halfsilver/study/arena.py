@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from halfsilver._tensors import map_batch
+from halfsilver._tensors import batch_rows, map_batch
 from halfsilver.errors import ConfigError
 from halfsilver.mirror.rows import PublicRows
+from halfsilver.mirror.users import pooled
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.users import PrivateUsers, TensorUsers
 from halfsilver.study.problem import Problem, Recipe
 
 NO_VALIDATION = (
@@ -24,6 +26,7 @@ SearchMode = Literal["public search", "paper search"]
 
 # Shares of the public rows in a public search; what is left stays the mirror.
 _PSEUDO_PRIVATE, _VALIDATION = 0.4, 0.2
+_FEWEST_USERS = 5
 _FEWEST = 20  # public rows: enough for each part, and for a tenth of the mirror to be held out
 
 
@@ -43,6 +46,7 @@ def make_plan(recipe: Recipe, population: int, epsilon: float | None, delta: flo
         "sampling_rate": min(1.0, recipe.batch_size / population),
         "expected_batch_size": float(min(recipe.batch_size, population)),
         "max_grad_norm": recipe.max_grad_norm,
+        "unit": "example" if recipe.local is None else "user",
     }
     if (recipe.noise_multiplier is None) == (epsilon is None):
         raise ConfigError(
@@ -79,6 +83,8 @@ def _public(problem: Problem, plan: PrivacyPlan) -> Arena:
     The stand-in rows are repeated until one expected batch can be drawn from them: signal and noise of a step then
     stand to each other as in the real run.
     """
+    if problem.public_users is not None:
+        return _public_by_user(problem, plan)
     rows = len(PublicRows(problem.public))
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     stand_in, scored = round(_PSEUDO_PRIVATE * rows), round(_VALIDATION * rows)
@@ -92,6 +98,29 @@ def _public(problem: Problem, plan: PrivacyPlan) -> Arena:
         private=rows_at(problem.public, pseudo),
         test=rows_at(problem.public, order[stand_in : stand_in + scored]),
         public=rows_at(problem.public, order[stand_in + scored :]),
+        population=len(pseudo),
+        curve=None,
+    )
+    rate = min(1.0, plan.expected_batch_size / len(pseudo))
+    return Arena(problem=part, plan=replace(plan, sampling_rate=rate), spends=False)
+
+
+def _public_by_user(problem: Problem, plan: PrivacyPlan) -> Arena:
+    """The same with whole users in place of rows: nobody is in two parts."""
+    users = problem.public_users or ()
+    if len(users) < _FEWEST_USERS:
+        raise ConfigError(f"Expected at least {_FEWEST_USERS} public users for a public search, got {len(users)}.")
+    order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0)).tolist()
+    stand_in, scored = round(_PSEUDO_PRIVATE * len(users)), round(_VALIDATION * len(users))
+    pseudo = [users[i] for i in order[:stand_in]] * math.ceil(plan.expected_batch_size / stand_in)
+    keys = [number for number, rows in enumerate(pseudo) for _ in range(batch_rows(rows))]
+    mirror = [users[i] for i in order[stand_in + scored :]]
+    part = replace(
+        problem,
+        private=PrivateUsers(TensorUsers(pooled(pseudo), users=keys)),
+        test=pooled([users[i] for i in order[stand_in : stand_in + scored]]),
+        public=pooled(mirror),
+        public_users=mirror,
         population=len(pseudo),
         curve=None,
     )

@@ -37,12 +37,17 @@ def sizes(problem: Problem) -> dict[str, Any]:
 
 def require_same(found: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
     for name, value in asked.items():
-        if found.get(name) != value:
+        if _given(found.get(name)) != _given(value):
             was, now = _apart(found.get(name), value)
             raise ConfigError(
                 f"Expected {name} of the study in {folder} to be unchanged: it was {was!r} and is now {now!r}. Use "
                 "another folder for another study."
             )
+
+
+def _given(value: Any) -> Any:
+    """Without what is None: a recipe of an older version lacks the fields that have come since."""
+    return {k: _given(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def _apart(a: Any, b: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from halfsilver.runs import read_json
 from halfsilver.study.arena import Arena, make_plan
 from halfsilver.study.jobs import Tell
 from halfsilver.study.problem import METHODS, Grid, Recipe, Setting
-from halfsilver.study.run import Run, run
+from halfsilver.study.run import CURVE_POINTS, Run, run
 from halfsilver.study.source import TaskSource
 from halfsilver.study.start import make_start
 from halfsilver.study.study import Asked, Study, seeds_for
@@ -21,6 +21,7 @@ from halfsilver.tasks import TASKS
 from halfsilver.tasks.recipes import load
 
 DEFAULT_DELTA = 1e-5
+QUICK_POINTS = 5  # of a curve
 
 
 def study_of_task(
@@ -41,7 +42,7 @@ def study_of_task(
     require(search in SEARCH, "search", search, f"in {tuple(SEARCH)}")
     made, more = _recipe(task, recipe, quick)
     epsilon = _epsilon(made, epsilon, more)
-    options = _options(more, set_aside=search == "paper")
+    options = _options(made, more, set_aside=search == "paper")
     name = f"{task}-eps{epsilon:g}-{recipe}{'-quick' if quick else ''}" if epsilon else f"{task}-{recipe}"
     asked = Asked(
         task=task,
@@ -69,11 +70,15 @@ def run_of_task(
     quick: bool,
     out: Path | None,
     tell: Tell,
+    rounds: int | None = None,
 ) -> dict[str, Any]:
     """One run at a given setting, without a search; the result record, with the folder it is in."""
     task, _, recipe_name = name.partition("-")
     recipe, more = _recipe(task, recipe_name or "workstation", quick)
-    options = _options(more, set_aside=False)
+    if rounds is not None:
+        require(recipe.rounds is not None, "rounds", rounds, f"to be left out: the recipe of {task} counts epochs")
+        recipe = replace(recipe, rounds=rounds)
+    options = _options(recipe, more, set_aside=False)
     problem = TaskSource.of(task, data, options)()
     own_delta = _delta(delta, more)
     plan = make_plan(recipe, problem.population, _epsilon(recipe, epsilon, more), own_delta)
@@ -90,16 +95,18 @@ def run_of_task(
     tell(f"{method} at {job.setting.label}, noise multiplier {plan.noise_multiplier:.4g}, {plan.steps} steps")
     if method != "cold":
         make_start(problem, recipe, seed, job.start)
-    run(Arena(problem=problem, plan=plan, spends=True), recipe, job, progress=None)
+    points = QUICK_POINTS if quick else CURVE_POINTS
+    run(Arena(problem=problem, plan=plan, spends=True), recipe, job, curve_points=points, progress=None)
     return {**read_json(job.result), "quick": quick, "folder": str(folder)}
 
 
 def quick_recipe(recipe: Recipe) -> Recipe:
-    """2 epochs, 3 learning rates and 1 alpha end."""
+    """2 epochs or 20 rounds, 3 learning rates and 1 alpha end."""
     grid = recipe.grid
     middle = (grid.alpha_end[len(grid.alpha_end) // 2],)
     small = Grid(cold=_three(grid.cold), warm=_three(grid.warm), pda=_three(grid.warm), alpha_end=middle)
-    return replace(recipe, epochs=min(2.0, recipe.epochs), grid=small)
+    epochs, rounds = recipe.epochs and min(2.0, recipe.epochs), recipe.rounds and min(20, recipe.rounds)
+    return replace(recipe, epochs=epochs, rounds=rounds, grid=small)
 
 
 def _three(rates: tuple[float, ...]) -> tuple[float, ...]:
@@ -113,9 +120,9 @@ def _recipe(task: str, name: str, quick: bool) -> tuple[Recipe, dict[str, Any]]:
     return (quick_recipe(recipe) if quick else recipe), more
 
 
-def _options(more: dict[str, Any], *, set_aside: bool) -> dict[str, Any]:
-    """The task's options; training rows are set aside only for a search that scores on them."""
-    return {**more.get("task", {}), **({} if set_aside else {"validation": 0})}
+def _options(recipe: Recipe, more: dict[str, Any], *, set_aside: bool) -> dict[str, Any]:
+    """The task's options; training rows are set aside only for a search that scores on them, users in any case."""
+    return {**more.get("task", {}), **({} if set_aside or recipe.local else {"validation": 0})}
 
 
 def _epsilon(recipe: Recipe, asked: float | None, more: dict[str, Any]) -> float | None:

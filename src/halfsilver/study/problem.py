@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from halfsilver._local import LocalTraining
 from halfsilver._tensors import Batch, LossFn
 from halfsilver.errors import ConfigError, require
 
@@ -35,6 +36,9 @@ class Problem:
     records that are set aside for a search as papers do it; nothing else may touch them. `curve` are the test rows on
     which curves are drawn (all of them by default). `augment` changes a public batch at random, by torch's global
     generator. `about` says in JSON where the data come from and how they were split; its "stamps" are shown to readers.
+
+    Where `private` is a `PrivateUsers` handle, users train themselves, the population is counted in users, and
+    `public_users` are the public rows again, user by user.
     """
 
     make_model: Callable[[], nn.Module]
@@ -47,6 +51,7 @@ class Problem:
     validation: Any = None
     curve: Any = None
     augment: Augment | None = None
+    public_users: Sequence[Batch] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,22 +101,28 @@ class Grid:
 class Recipe:
     """Everything about training that is the same for all methods, and the grid of what is not.
 
-    `clip_released` clips the released gradient once more, to `max_grad_norm`. `public_max_norm` and `augment_public`
+    Random weights have small gradients, so cold may have a clip norm of its own, `cold_max_grad_norm`.
+    `clip_released` clips the released gradient once more, to the clip norm. `public_max_norm` and `augment_public`
     are about the public gradient in the mirror step. `average` is the decay of an exponential average of the iterates,
     and the learning rate falls by a cosine to the share `lr_end`. A search run is `search_share` of a whole one.
     `spare` is the share of steps kept in hand for those that a kill loses, and paid for in noise. `micro_batch_size` is
     about speed only; without it the fastest is measured, which goes wrong on a busy machine.
     `score` is the metric by which settings are chosen: "loss", or the name of one of the problem's metrics.
     With `noise_multiplier` the noise is given and epsilon follows; without it PLD finds the noise for a given epsilon.
+
+    A run has `epochs` over the population, or a number of `rounds`. `local` says how users train themselves, if they
+    do: batch sizes then count users, and the public users of a step train on at most `public_examples` rows each.
     """
 
     name: str
     batch_size: int
-    epochs: float
     public_batch_size: int
     grid: Grid
+    epochs: float | None = None
+    rounds: int | None = None
     pretrain: Pretrain = field(default_factory=Pretrain)
     max_grad_norm: float = 1.0
+    cold_max_grad_norm: float | None = None
     clip_released: bool = False
     public_max_norm: float | None = None
     augment_public: bool = False
@@ -123,11 +134,15 @@ class Recipe:
     micro_batch_size: int | None = None
     autocast: str | None = None
     noise_multiplier: float | None = None
+    local: LocalTraining | None = None
+    public_examples: int | None = None
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
         require(self.public_batch_size >= 1, "public_batch_size", self.public_batch_size, "at least 1")
-        require(self.epochs > 0, "epochs", self.epochs, "above 0")
+        given = [value for value in (self.epochs, self.rounds) if value is not None]
+        require(len(given) == 1, "number of epochs and rounds", given, "to be one of the two")
+        require(given[0] > 0, "epochs or rounds", given[0], "above 0")
         require(0 < self.search_share <= 1, "search_share", self.search_share, "in (0, 1]")
         require(0 <= self.lr_end <= 1, "lr_end", self.lr_end, "in [0, 1]")
         require(0 <= self.spare <= 1, "spare", self.spare, "in [0, 1]")
@@ -135,8 +150,9 @@ class Recipe:
         require(self.autocast in (None, "bfloat16"), "autocast", self.autocast, "to be 'bfloat16' or None")
 
     def steps(self, population: int, share: float = 1.0) -> int:
-        """Private steps of a run over `share` of the epochs."""
-        return max(1, round(share * self.epochs * population / min(self.batch_size, population)))
+        """Private steps of `share` of a run."""
+        epoch = population / min(self.batch_size, population)
+        return max(1, round(share * (self.rounds or (self.epochs or 0) * epoch)))
 
 
 @dataclass(frozen=True)

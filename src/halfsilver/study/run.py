@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from halfsilver.errors import ConfigError
 from halfsilver.mirror import Clock, Euclidean, FirstOrder, MirrorMap, chain, clip_released, cosine
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.schedules import falling
-from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs import RunFolder, read_json, write_json
 from halfsilver.study.arena import Arena
 from halfsilver.study.problem import Problem, Recipe, Setting
+from halfsilver.study.sides import private_side, public_loss_fn, public_side
 from halfsilver.study.start import load_start, new_model, precision
 from halfsilver.trainer import RunResult, Trainer
 
@@ -54,6 +54,8 @@ def run(
     arena: Arena, recipe: Recipe, job: Run, *, curve_points: int = CURVE_POINTS, progress: bool | None = False
 ) -> None:
     """Train and evaluate, going on where an earlier process stopped; afterwards `job.result` exists."""
+    if job.method == "cold" and recipe.cold_max_grad_norm is not None:
+        arena = replace(arena, plan=replace(arena.plan, max_grad_norm=recipe.cold_max_grad_norm))
     if job.result.exists():
         return _require_same(job, arena.plan)
     if _hopeless(job, arena):
@@ -70,8 +72,8 @@ def run(
     result = None
     if job.method != "public":
         result = trainer.fit(
-            _with_example(problem),
-            problem.public,
+            private_side(problem, recipe),
+            public_side(model, problem, recipe),
             run_dir=job.folder,
             ledger=job.ledger,
             delta=job.delta,
@@ -121,8 +123,8 @@ def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Run, p
         problem.loss_fn,
         optimizer=sgd,
         plan=plan,
-        mirror=mirror_of(recipe, job),
-        public_loss_fn=_public_loss_fn(problem, recipe),
+        mirror=mirror_of(recipe, job, plan),
+        public_loss_fn=public_loss_fn(problem, recipe),
         public_batch_size=recipe.public_batch_size,
         scheduler=torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: falling(step / steps, recipe.lr_end)),
         average=recipe.average,
@@ -132,27 +134,11 @@ def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Run, p
     )
 
 
-def mirror_of(recipe: Recipe, job: Run) -> MirrorMap:
+def mirror_of(recipe: Recipe, job: Run, plan: PrivacyPlan) -> MirrorMap:
     mirror: MirrorMap = Euclidean()
     if job.method == "pda":
         mirror = FirstOrder(cosine(end=job.setting.alpha_end), public_max_norm=recipe.public_max_norm)
-    return chain(clip_released(recipe.max_grad_norm), mirror) if recipe.clip_released else mirror
-
-
-def _public_loss_fn(problem: Problem, recipe: Recipe) -> Any:
-    """The loss of the mirror step: augmented if asked for, at the precision of the private passes."""
-    loss_fn, augment = precision(recipe).precise(problem.loss_fn), problem.augment
-    if augment is None or not recipe.augment_public:
-        return loss_fn if recipe.autocast else None
-    # PublicLoss seeds the generators by the step, so the augmentation is a function of the step as well.
-    return lambda model, batch: loss_fn(model, augment(batch))
-
-
-def _with_example(problem: Problem) -> PrivateData:
-    """The private rows; in a study they are of the public rows' kind, so one of these shows the shapes."""
-    if isinstance(problem.private, PrivateData):
-        return problem.private
-    return PrivateData(problem.private, example=PublicRows(problem.public).example())
+    return chain(clip_released(plan.max_grad_norm), mirror) if recipe.clip_released else mirror
 
 
 def _record(

@@ -25,4 +25,5 @@ def _task(name: str) -> Callable[..., Problem]:
     return problem
 
 
-TASKS: Mapping[str, Callable[..., Problem]] = {name: _task(name) for name in ("emnist", "cifar10", "wikitext2")}
+_NAMES = ("emnist", "cifar10", "wikitext2", "stackexchange")
+TASKS: Mapping[str, Callable[..., Problem]] = {name: _task(name) for name in _NAMES}

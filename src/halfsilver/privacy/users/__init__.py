@@ -4,6 +4,7 @@ from halfsilver.privacy.users.engine import Contribution, Engine, InProcess, Rou
 from halfsilver.privacy.users.fold import Fold
 from halfsilver.privacy.users.source import UserUpdates
 from halfsilver.privacy.users.store import PrivateUsers, TensorUsers, UserStore
+from halfsilver.privacy.users.workers import Workers
 
 __all__ = [
     "Contribution",
@@ -15,4 +16,5 @@ __all__ = [
     "TensorUsers",
     "UserStore",
     "UserUpdates",
+    "Workers",
 ]

@@ -55,7 +55,7 @@ class UserUpdates:
     def release(self) -> Tensors:
         """One noisy mean update. Raises `BudgetExceeded`, before any user is drawn, once plan or budget are used up."""
         self.out.intend()
-        fold = Fold(self._params, self.plan.max_grad_norm)
+        fold = Fold(self._params, self.plan.max_grad_norm, expected=2 * self.plan.expected_batch_size)
         seed = int(self.out.entropy.words(1)) & (2**62 - 1)  # for dropout and the like
         asked = Round(
             step=self._step(),

@@ -1,8 +1,9 @@
 """Recipes of the benchmark tasks: TOML files in this folder, TASK-NAME.toml.
 
-A file has a table [recipe] with the fields of `Recipe` and, in tables of their own, of `Pretrain` and `Grid`; and
-beside it, all optional: epsilon, delta, [task] (options of the task) and [paper] (what the paper reports for it).
-Where alpha ends may be given as `alpha_end`, or as `alpha_K`: the paper's K, in epochs, of cos(pi t / 2K).
+A file has a table [recipe] with the fields of `Recipe` and, in tables of their own, of `Pretrain`, `Grid` and, where
+users train themselves, `LocalTraining`; and beside it, all optional: epsilon, delta, [task] (options of the task) and
+[paper] (what the paper reports for it). Where alpha ends may be given as `alpha_end`, or as `alpha_K`: the paper's K,
+in epochs, of cos(pi t / 2K).
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from importlib.resources import files
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from halfsilver._local import LocalTraining
 from halfsilver.errors import ConfigError
 from halfsilver.study.problem import Grid, Pretrain, Recipe
 
 __all__ = ["load", "names", "parse"]
 
-T = TypeVar("T", Recipe, Pretrain, Grid)
+T = TypeVar("T", Recipe, Pretrain, Grid, LocalTraining)
 
 _MORE: Mapping[str, type] = {"epsilon": float, "delta": float, "task": dict, "paper": dict}
 
@@ -52,10 +54,13 @@ def parse(text: str, name: str) -> tuple[Recipe, dict[str, Any]]:
         table[key] = _typed(name, key, value, _MORE[key])
     grid = _alpha_ends(name, _typed(name, "recipe.grid", values.pop("grid", None), dict), values.get("epochs"))
     pretrain = _typed(name, "recipe.pretrain", values.pop("pretrain", {}), dict)
-    made = {
+    made: dict[str, Any] = {
         "grid": _made(name, "recipe.grid.", Grid, grid),
         "pretrain": _made(name, "recipe.pretrain.", Pretrain, pretrain),
     }
+    if "local" in values:
+        local = _typed(name, "recipe.local", values["local"], dict)
+        made["local"] = _made(name, "recipe.local.", LocalTraining, local)
     return _made(name, "recipe.", Recipe, {"name": name, **values, **made}), table
 
 

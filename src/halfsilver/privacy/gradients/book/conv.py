@@ -34,9 +34,11 @@ def conv(module: nn.Conv1d | nn.Conv2d, tape: Tape, input: Tensor) -> Tensor:
     kept, weight, bias = Unchanged(x), module.weight, module.bias
 
     def record(g: Tensor) -> None:
-        g = at_least_float32(g)
+        # Where autocast made the output bfloat16, it saw the input so as well: the products may be taken in it.
+        if g.dtype != torch.bfloat16 or weight.dtype != torch.float32:
+            g = at_least_float32(g)
         tape.add(weight, lambda: _weight(module, kept.get().to(g.dtype), g, padding))
-        tape.add(bias, lambda: Materialised(g.flatten(2).sum(2)))
+        tape.add(bias, lambda: Materialised(at_least_float32(g).flatten(2).sum(2)))
 
     forward = F.conv1d if isinstance(module, nn.Conv1d) else F.conv2d
     out = forward(x, weight.detach(), detached(bias), module.stride, padding, module.dilation, module.groups)
@@ -61,15 +63,22 @@ def _weight(module: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, padding: tuple[
 
 
 def weight_ways(products: Products, examples: int, shape: torch.Size) -> dict[str, Callable[[], Contribution]]:
-    """All ways to hold the weight's gradients that are worth a trial at these shapes."""
+    """All ways to hold the weight's gradients that are worth a trial at these shapes.
+
+    They hold float32 or more, so that norm and sum read the same numbers at that precision.
+    """
     small = gram_is_small(products)
+
+    def precise() -> Products:
+        return products.to(torch.promote_types(products.g.dtype, torch.float32))
+
     ways: dict[str, Callable[[], Contribution]] = {}
     if not small or examples * shape.numel() <= _LARGEST:
-        ways["lines"] = lambda: Reordered(_by_example(lines(products), examples), restore)
-        ways["columns"] = lambda: Materialised(columns(products).reshape(examples, *shape))
-        ways["grouped"] = lambda: Materialised(grouped(products).reshape(examples, *shape))
+        ways["lines"] = lambda: Reordered(_by_example(at_least_float32(lines(products)), examples), restore)
+        ways["columns"] = lambda: Materialised(at_least_float32(columns(products)).reshape(examples, *shape))
+        ways["grouped"] = lambda: Materialised(grouped(precise()).reshape(examples, *shape))
     if small:
-        ways["gram"] = lambda: Gram(products, examples, shape)
+        ways["gram"] = lambda: Gram(precise(), examples, shape)
 
     def restore(parts: Tensor) -> Tensor:
         """From (taps, n, out, strips, width, in) to (n, out, in, height, width)."""

@@ -1,0 +1,97 @@
+"""The nodes' side: train the users that were asked for, clip each, and sign the sum."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from halfsilver._local import LocalTraining
+from halfsilver._tensors import LossFn, Tensors, trainable
+from halfsilver.averaging import copy_to
+from halfsilver.errors import ConfigError
+from halfsilver.federated.flower.keys import private_key, sign, statement
+from halfsilver.federated.flower.wire import MODEL, PROOF, TASK, UPDATE, fixed_part, from_record, to_record
+from halfsilver.privacy.users import Fold, InProcess, PrivateUsers, Round
+
+KEY = "signing-key"  # in the node's configuration: the path of the key file that the node was started with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """What a node brings: the model's architecture, and its own users, numbered from 0 as it was enrolled with."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    users: PrivateUsers
+    local: LocalTraining
+
+
+def make_client_app(setup: Callable[[Context], Client]) -> ClientApp:
+    """A `ClientApp` for nodes of one user and of many: both get a list of their own users, and answer with one sum.
+
+    `setup` is called for every request, in a process of its own, and opens this node's users only. The node is started
+    with ``--node-config 'signing-key="node.key"'``. Where anything fails, the server is told that it did, not why: the
+    cause could tell about a user, and is in the node's own log.
+    """
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        try:
+            return answer(message, context, setup(context))
+        except Exception:
+            logging.getLogger(__name__).exception("This node could not answer")
+            raise RuntimeError("This node could not answer; its own log says why.") from None
+
+    return app
+
+
+def answer(message: Message, context: Context, client: Client) -> Message:
+    """The signed reply to one request."""
+    task, arrays = _request(message.content)
+    params, steps, nonce = trainable(client.model), int(task["step"]), bytes(task["nonce"])
+    values = from_record(arrays, params)
+    if values is None or task["fixed"] != fixed_part(client.model):
+        raise ConfigError("Expected the server to have the same model. Frozen weights and buffers must agree too.")
+    copy_to(params, values)
+    update = to_record(_sum(client, [int(u) for u in task["users"]], steps, float(task["clip"])))
+    about = message.metadata
+    said = statement(run=about.run_id, step=steps, node=about.dst_node_id, nonce=nonce, arrays=update)
+    proof = ConfigRecord({"signature": sign(private_key(str(context.node_config[KEY])), said)})
+    return Message(RecordDict({UPDATE: update, PROOF: proof}), reply_to=message)
+
+
+def _request(content: RecordDict) -> tuple[dict[str, Any], ArrayRecord]:
+    task, arrays = content[TASK], content[MODEL]
+    if not (isinstance(task, ConfigRecord) and isinstance(arrays, ArrayRecord)):
+        raise ConfigError("Expected a request of MirrorStrategy.")
+    return dict(task), arrays
+
+
+def _sum(client: Client, users: list[int], step: int, clip: float) -> Tensors:
+    """Each user's update is clipped here, so that only the sum of several leaves a node. It leaves in float64: rounding
+    a long sum would move it by more than one user may. One user's is clipped again by the server, and can be rounded.
+    """
+    params, engine = trainable(client.model), InProcess(client.users, client.local)
+    asked = Round(
+        step=step,
+        model=client.model,
+        loss_fn=client.loss_fn,
+        users=torch.tensor(users, dtype=torch.int64),
+        max_grad_norm=clip,
+        seed=secrets.randbits(62),
+    )
+    fold = Fold(params, clip)
+    for contribution in engine.contributions(asked):
+        fold.add(contribution)
+    one = len(users) == 1
+    pairs = zip(fold.total.tensors, params, strict=True)
+    return [t.float() if one and p.dtype == torch.float32 else t for t, p in pairs]

@@ -1,0 +1,90 @@
+"""Requests out, replies in: what `Strategy` leaves to the grid, with a bounded wait and bounded memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from queue import Empty, Full, Queue, SimpleQueue
+from threading import Event, Thread
+from typing import TypeVar
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+_THREADS = 16
+_TRIES = 5
+
+T = TypeVar("T")
+
+Came = Queue[Message | None]  # None: one request is settled
+
+
+def patiently(call: Callable[[], T], pause: float) -> T:
+    """The value of `call`, if need be at the fifth attempt: a busy link answers now and then with an error."""
+    for _ in range(_TRIES - 1):
+        try:
+            return call()
+        except Exception:
+            time.sleep(pause)
+    return call()
+
+
+def exchange(grid: Grid, messages: Sequence[Message], *, seconds: float, poll: float) -> Iterator[Message]:
+    """Replies as they come, until all are there or `seconds` have passed.
+
+    They are pulled one by one, since the link hands a reply out once: with several in one call, an unreadable one would
+    take the others with it, and all of them would be in memory together. And they are pulled on a few threads, since a
+    node that announces a reply and does not send it holds up the pull of it, for minutes. Pulls that fail are missing
+    replies: if the link is gone for good, the next round will find out.
+    """
+    until = time.monotonic() + seconds
+    numbers = [i for i in patiently(lambda: grid.push_messages(messages), poll) if i] if messages else []
+    waiting, came, over = SimpleQueue[tuple[str, int]](), Came(maxsize=_THREADS), Event()
+    for number in numbers:
+        waiting.put((number, _TRIES))
+    for _ in range(min(_THREADS, len(numbers))):
+        Thread(target=_pull, args=(grid, waiting, came, over, poll), daemon=True).start()
+    try:
+        yield from _until(came, len(numbers), until)
+    finally:
+        over.set()
+
+
+def _until(came: Came, count: int, until: float) -> Iterator[Message]:
+    while count:
+        try:
+            reply = came.get(timeout=max(0.0, until - time.monotonic()))
+        except Empty:
+            return
+        if reply is None:
+            count -= 1
+        else:
+            yield reply
+
+
+def _pull(grid: Grid, waiting: SimpleQueue[tuple[str, int]], came: Came, over: Event, poll: float) -> None:
+    """Ask for one reply after the other, around and around, until the round is over."""
+    while not over.is_set():
+        try:
+            number, tries = waiting.get(timeout=poll)
+        except Empty:
+            continue
+        try:
+            replies = list(grid.pull_messages([number]))
+        except Exception:  # the link is busy, or the reply cannot be read
+            replies, tries = [], tries - 1
+        if replies or not tries:
+            _hand_over([*replies, None], came, over, poll)
+        else:
+            waiting.put((number, tries))
+            over.wait(poll)
+
+
+def _hand_over(items: Sequence[Message | None], came: Came, over: Event, poll: float) -> None:
+    """As soon as there is room, and not after the round is over: nobody takes them then."""
+    for item in items:
+        while not over.is_set():
+            with suppress(Full):
+                came.put(item, timeout=poll)
+                break

@@ -1,0 +1,229 @@
+"""`MirrorStrategy`: a Flower strategy whose rounds are those of a `Trainer`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any, final
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from halfsilver._tensors import trainable
+from halfsilver.averaging import copy_to
+from halfsilver.errors import ConfigError, require
+from halfsilver.federated.flower.ahead import Ahead
+from halfsilver.federated.flower.enrolment import Enrolment
+from halfsilver.federated.flower.exchange import exchange, patiently
+from halfsilver.federated.flower.keys import fingerprint, public_key
+from halfsilver.federated.flower.replies import Asked, Gate
+from halfsilver.federated.flower.wire import MODEL, TASK, fixed_part, from_record, to_record
+from halfsilver.privacy.users import Contribution, Round
+from halfsilver.trainer import RunResult, Trainer
+
+Nodes = Mapping[str, tuple[int, bytes]]  # fingerprint -> node id and public key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How long a round waits, and what it takes.
+
+    `round_seconds` is also how long the link keeps a request. A round with fewer than `min_online` enrolled nodes waits
+    up to `patience_seconds` for more, and then goes on without: a round that has been counted is not taken back.
+    `reply_bytes` bounds a reply before it is decoded (default: the model in float64).
+    """
+
+    round_seconds: float = 600.0
+    poll_seconds: float = 0.5
+    reply_bytes: int | None = None
+    min_online: int = 1
+    patience_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("round_seconds", "poll_seconds"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        require(self.reply_bytes is None or self.reply_bytes > 0, "reply_bytes", self.reply_bytes, "above 0 or None")
+        require(self.min_online >= 0, "min_online", self.min_online, "at least 0")
+        require(self.patience_seconds >= 0, "patience_seconds", self.patience_seconds, "at least 0")
+
+
+@final
+class MirrorStrategy(Strategy):
+    """Trains on the users of enrolled Flower nodes; it is the `Engine` of the `Trainer` that it is given.
+
+    Guarantee: that of `Trainer.fit` with ``plan.unit="user"``. Loop, ledger, checkpoints and noise are the trainer's;
+    Flower carries requests and replies. After the link or this process dies, `start` in a new run of the app goes on
+    in the same `run_dir`; steps that were begun stay counted.
+
+    `fit` are further arguments of `Trainer.fit`: ledger, delta, test, test_every.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        enrolment: Enrolment,
+        *,
+        run_dir: str | Path,
+        public: Any = None,
+        settings: Settings | None = None,
+        fit: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.trainer, self.enrolment, self.settings = trainer, enrolment, settings or Settings()
+        self._public = None if public is None else Ahead(trainer._public_loss(public))
+        self._run_dir, self._fit = Path(run_dir), dict(fit or {})
+        self._fixed = ""
+        self.refused: Counter[str] = Counter()
+        self.grid: Grid | None = None
+        self.result: RunResult | None = None
+        self._round: Round | None = None
+        self._gate: Gate | None = None
+        self._incoming: Iterator[Contribution] = iter(())
+
+    # ---- Flower's side
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 0,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the trainer's plan over the nodes of `grid`, or go on with the run that lies in `run_dir`.
+
+        The model, rounds and tests are the trainer's, so only `grid` is needed; arguments that say otherwise are
+        refused.
+        """
+        steps = self.trainer.plan.steps
+        require(num_rounds in (0, steps), "num_rounds", num_rounds, f"to be left out, or the plan's {steps}")
+        others = {"timeout": timeout, "train_config": train_config, "evaluate_config": evaluate_config}
+        for name, value in (others | {"evaluate_fn": evaluate_fn}).items():
+            require(value is None, name, value, "to be left out", "See Settings, and test= of Trainer.fit.")
+        params = trainable(self.trainer.model)
+        if initial_arrays is not None:
+            values = from_record(initial_arrays, params)
+            require(values is not None, "initial_arrays", list(initial_arrays), "to have the trainable parameters")
+            copy_to(params, values or [])
+        self.grid = grid
+        self._first_nodes()
+        self.summary()
+        self.result = self.trainer.fit(self, self._public, run_dir=self._run_dir, **self._fit)
+        return Result(arrays=to_record(params))
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """A request to every node that has drawn users and is there; the public gradient begins meanwhile."""
+        asked = self._opened(server_round)
+        self._gate = Gate(trainable(asked.model), self.settings.reply_bytes, self.refused)
+        nodes, self._fixed = self._online(grid), self._fixed or fixed_part(asked.model)
+        task = {**config, "step": asked.step, "clip": asked.max_grad_norm, "fixed": self._fixed}
+        messages = [
+            self._request(nodes[member.fingerprint], users, arrays, task)
+            for member, users in self.enrolment.by_member(asked.users.tolist()).items()
+            if member.fingerprint in nodes
+        ]
+        if self._public is not None:
+            self._public.begin(asked.step)
+        return messages
+
+    def _request(
+        self, node: tuple[int, bytes], users: list[int], arrays: ArrayRecord, task: Mapping[str, Any]
+    ) -> Message:
+        assert self._gate is not None
+        nonce = secrets.token_bytes(32)
+        content = RecordDict({MODEL: arrays, TASK: ConfigRecord({**task, "users": users, "nonce": nonce})})
+        message = Message(content, node[0], MessageType.TRAIN, ttl=self.settings.round_seconds)
+        run, key = message.metadata.run_id, public_key(node[1])
+        self._gate.expect(Asked(node=node[0], run=run, step=task["step"], nonce=nonce, users=len(users), key=key))
+        return message
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[None, None]:
+        """Check the replies, as they come, for the sum of the round. The new model is the trainer's to make."""
+        self._opened(server_round)
+        assert self._gate is not None
+        self._incoming = self._gate.admitted(replies)
+        return None, None
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """None: what nodes measure on their users is not private. See ``test=`` of `Trainer.fit`."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return None
+
+    def summary(self) -> None:
+        members, plan = self.enrolment.members, self.trainer.plan
+        log(INFO, "\t%d enrolled nodes, %d users; %s", len(members), self.population, plan)
+
+    # ---- the trainer's side
+
+    @property
+    def population(self) -> int:
+        return self.enrolment.population
+
+    def contributions(self, round: Round) -> Iterator[Contribution]:
+        """Of the drawn users whose nodes answer in time."""
+        if self.grid is None:
+            raise ConfigError("Expected a grid to reach nodes by. Call start(grid) in the ServerApp.")
+        self._round = round
+        self._wait()
+        number, arrays = round.step + 1, to_record(trainable(round.model))
+        messages = list(self.configure_train(number, arrays, ConfigRecord(), self.grid))
+        wait = {"seconds": self.settings.round_seconds, "poll": self.settings.poll_seconds}
+        self.aggregate_train(number, exchange(self.grid, messages, **wait))
+        heard = False
+        for contribution in self._incoming:
+            heard = True
+            yield contribution
+        if messages and not heard:
+            log(WARNING, "Round %d: no node answered as it should; the logs of the nodes may say why.", number)
+
+    def _opened(self, server_round: int) -> Round:
+        if self._round is None or self._round.step + 1 != server_round:
+            raise ConfigError(f"Expected round {server_round} to have been opened by the trainer. Call start(grid).")
+        return self._round
+
+    def _online(self, grid: Grid) -> Nodes:
+        """Enrolled nodes that the link has a connection with, by the keys they registered."""
+        known = {m.fingerprint for m in self.enrolment.members if not m.revoked}
+        nodes = patiently(lambda: list(grid.get_nodes()), self.settings.poll_seconds)
+        found = {_fingerprint(n.public_key): (n.node_id, n.public_key) for n in nodes}
+        return {mark: node for mark, node in found.items() if mark in known}
+
+    def _wait(self) -> int:
+        assert self.grid is not None
+        until = time.monotonic() + self.settings.patience_seconds
+        while (here := len(self._online(self.grid))) < self.settings.min_online and time.monotonic() < until:
+            time.sleep(self.settings.poll_seconds)
+        return here
+
+    def _first_nodes(self) -> None:
+        """Before anything is spent: a run that nobody takes part in would release noise alone."""
+        here = self._wait()
+        require(
+            here >= self.settings.min_online,
+            "enrolled nodes online",
+            here,
+            f"at least min_online={self.settings.min_online} within {self.settings.patience_seconds:g} s",
+            "Start SuperNodes with enrolled keys, and the SuperLink with --enable-supernode-auth.",
+        )
+
+
+def _fingerprint(key: bytes) -> str:
+    """Empty for a key that cannot be read: nodes of a link without authentication have none."""
+    try:
+        return fingerprint(key)
+    except (ValueError, ConfigError):
+        return ""

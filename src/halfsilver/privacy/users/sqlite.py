@@ -1,0 +1,136 @@
+"""Users in an SQLite file, each read by an indexed lookup when drawn; among them TFF's StackOverflow file.
+
+Opening costs one pass over the table of users inside SQLite and keeps nothing of it but two numbers, or where users of
+several splits are mixed, eight bytes a user. What a read costs does not depend on how many users there are.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from halfsilver._tensors import Batch, take_rows
+from halfsilver.errors import PrivateDataError
+from halfsilver.privacy.users.store import UsersFile
+from halfsilver.privacy.users.tf_example import Example, parse_example
+
+Encode = Callable[[list[Any]], Batch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """Where things are: a table with one line a user, a table with one line an example, and a split of both.
+
+    `key` is the column, in both tables, that names the user, `split` the one that names the split, and `value` the one
+    with what `encode` gets. Both tables need an index by `key`, alone or with `split`.
+    """
+
+    users: str = "client_metadata"
+    examples: str = "examples"
+    key: str = "client_id"
+    split: str = "split_name"
+    value: str = "serialized_example_proto"
+
+    def sql(self, text: str) -> str:
+        """`text` with the names filled in, in quotes of the kind that never fall back to a string."""
+        names = {name: "`" + str(value).replace("`", "``") + "`" for name, value in vars(self).items()}
+        return text.format(**names)
+
+
+_NAMED = "SELECT {key} FROM {users} WHERE rowid = ? AND {split} = ?"
+_FIRST = "SELECT min(rowid) FROM {users} WHERE {key} = ? AND {split} = ?"
+_VALUES = "SELECT {value} FROM {examples} WHERE {key} = ? AND {split} = ? ORDER BY rowid LIMIT ?"
+
+
+@final
+class SqliteUsers:
+    """Users of one split of an SQLite file; the file is opened read-only.
+
+    `encode` makes a user's rows of the values that `tables` names, in the order in which they were stored. A user
+    that is listed twice is read under the first number only: a person counts once. Each process has a connection of
+    its own, so the store may be used after a fork.
+    """
+
+    __slots__ = ("__connections", "__encode", "__file", "__rowids", "__split", "__tables")
+
+    def __init__(self, path: Path | str, *, encode: Encode, split: str = "train", tables: Tables | None = None) -> None:
+        self.__connections: dict[int, sqlite3.Connection] = {}  # by process
+        self.__file, self.__encode, self.__split = UsersFile(path), encode, split
+        self.__tables = tables or Tables()
+        try:
+            _require_indexed(self._database(), self.__tables)
+            self.__rowids = _rowids(self._database(), self.__tables, split)
+        except sqlite3.Error as error:
+            raise PrivateDataError(f"The file {self.__file.path} cannot be read: {error}. {self.__tables}") from error
+
+    def __repr__(self) -> str:
+        return "SqliteUsers(<opaque>)"
+
+    def __del__(self) -> None:
+        for process, connection in self.__connections.items():
+            if process == os.getpid():  # one that came over a fork is not ours to close
+                connection.close()
+
+    def size(self) -> int:
+        return len(self.__rowids)
+
+    def rows(self, user: int, limit: int) -> Batch:
+        self.__file.require_unchanged()
+        return take_rows(self.__encode(self._values(int(self.__rowids[user]), limit)), slice(limit))
+
+    def _values(self, rowid: int, limit: int) -> list[Any]:
+        ask, sql, split = self._database().execute, self.__tables.sql, self.__split
+        found = ask(sql(_NAMED), (rowid, split)).fetchone()
+        if found is None or ask(sql(_FIRST), (found[0], split)).fetchone() != (rowid,):
+            return []
+        return [value for (value,) in ask(sql(_VALUES), (found[0], split, limit))]
+
+    def _database(self) -> sqlite3.Connection:
+        process = os.getpid()
+        if process not in self.__connections:
+            source = f"{self.__file.path.resolve().as_uri()}?mode=ro"
+            self.__connections[process] = sqlite3.connect(source, uri=True, check_same_thread=False)
+        return self.__connections[process]
+
+
+def tff_users(path: Path | str, *, encode: Callable[[list[Example]], Batch], split: str = "train") -> SqliteUsers:
+    """Users of a file in TFF's SQLite format, such as its StackOverflow; `encode` gets the parsed tf.Examples.
+
+    A StackOverflow example has the keys creation_date, score, tags, title, tokens and type, and its tokens are one
+    sentence. A user with an example that is not a tf.Example contributes nothing. The split "test" has, in part, the
+    same people as "train" at a later time.
+    """
+
+    def parsed(values: list[Any]) -> Batch:
+        return encode([parse_example(value) for value in values])
+
+    return SqliteUsers(path, encode=parsed, split=split)
+
+
+def _require_indexed(database: sqlite3.Connection, tables: Tables) -> None:
+    """Without an index every read would go through the whole table."""
+    for query, table, values in ((_FIRST, tables.users, ("", "")), (_VALUES, tables.examples, ("", "", 1))):
+        plan = database.execute("EXPLAIN QUERY PLAN " + tables.sql(query), values).fetchall()
+        if not any(f"{tables.key}=?" in str(line[-1]) for line in plan):
+            raise PrivateDataError(
+                f"Table {table} has no index by user, so each read would go through all of it. Make one: "
+                f"CREATE INDEX {table}_by_user ON {table} ({tables.key});"
+            )
+
+
+def _rowids(database: sqlite3.Connection, tables: Tables, split: str) -> range | np.ndarray[Any, Any]:
+    """Line number of each user: a range where the lines follow each other, else an array."""
+    limits = "SELECT count(*), min(rowid), max(rowid) FROM {users} WHERE {split} = ?"
+    count, first, last = database.execute(tables.sql(limits), (split,)).fetchone()
+    if not count:
+        return range(0)
+    if last - first + 1 == count:
+        return range(first, last + 1)
+    lines = database.execute(tables.sql("SELECT rowid FROM {users} WHERE {split} = ? ORDER BY rowid"), (split,))
+    return np.fromiter((rowid for (rowid,) in lines), dtype=np.int64, count=count)

@@ -1,0 +1,280 @@
+"""Users trained by worker processes, each of which adds up its own share of a round."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from mmap import mmap
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Self, final
+
+import torch
+from torch import Tensor, nn
+
+from halfsilver._local import LocalTraining
+from halfsilver._tensors import LossFn, Tensors, trainable
+from halfsilver.errors import ConfigError, require
+from halfsilver.privacy.users.engine import Contribution, Round, update_of
+from halfsilver.privacy.users.fold import Fold
+from halfsilver.privacy.users.store import PrivateUsers, UserStore
+
+_PARENT_ASKED_EVERY = 0.2
+_START_SECONDS = 60.0
+_PIECES = 4  # of what is left of a round, for each worker: large at first, single users at the end
+_LARGEST_PIECE = 32
+
+
+@final
+class Workers:
+    """Trains the drawn users over forked processes of one thread each; what comes back equals that of `InProcess`.
+
+    Guarantee: a user whose rows kill a worker changes the sum as little as any other user. The sums lie in shared
+    memory and outlive the worker, what it had not begun is given to others, and another worker takes its place. So
+    nobody else's share is lost with it, which would let one user decide over many; and no error tells of it.
+
+    Workers start with the first round, end with `close`, with a ``with`` block, with this object or with the process,
+    killed or not, and start anew when another round is asked for.
+
+    They are forked, so that neither model nor rows need a form in which they can be sent. A fork copies none of
+    torch's threads, and a parallel region would wait for them forever: with one thread there is none, and before a
+    worker is given a user it must show, on made-up numbers, that it can train. Models on a GPU cannot be forked.
+    """
+
+    def __init__(self, users: PrivateUsers, local: LocalTraining, processes: int = 2) -> None:
+        require(processes >= 1, "processes", processes, "at least 1")
+        self._store, self._local, self._processes = users._open(), local, processes
+        self._slots: list[_Slot] = []
+        self._job: _Job | None = None
+        self._ends = weakref.finalize(self, _end_all, self._slots, os.getpid())
+
+    @property
+    def population(self) -> int:
+        return self._store.size()
+
+    def contributions(self, round: Round) -> Iterator[Contribution]:
+        """One for each worker, all at the end of the round. Cost: that of the users, whatever the population."""
+        if not len(round.users):
+            return
+        try:
+            self._prepare(round)
+            self._train(deque(round.users.tolist()), round.seed)
+        except BaseException:
+            self.close()  # a worker in the middle of something would answer in the next round
+            raise
+        yield from (Contribution(slot.fold.total.tensors, slot.asked) for slot in self._slots if slot.asked)
+
+    def close(self) -> None:
+        """End the workers, and with them the shared memory."""
+        _end_all(self._slots, os.getpid())
+        self._job = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _prepare(self, round: Round) -> None:
+        if self._job is None or not self._job.serves(round):
+            self.close()
+            self._job = _Job.of(round, self._store, self._local)
+            self._slots.extend(_Slot(self._job) for _ in range(self._processes))
+            for slot in self._slots:
+                slot.await_start()
+        self._job.publish()
+        for slot in self._slots:
+            slot.clear()
+
+    def _train(self, waiting: deque[int], seed: int) -> None:
+        """Hand out users in pieces that become smaller, since some have a hundred times the rows of others."""
+        while waiting or any(slot.given for slot in self._slots):
+            for slot in self._slots:
+                if waiting and not slot.given:
+                    size = min(_LARGEST_PIECE, 1 + len(waiting) // (_PIECES * self._processes))
+                    slot.give([waiting.popleft() for _ in range(min(size, len(waiting)))], seed)
+            busy: dict[object, _Slot] = {slot.connection: slot for slot in self._slots if slot.given}
+            for ready in wait([slot.connection for slot in busy.values()]):
+                waiting.extendleft(reversed(busy[ready].take_back()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What all workers are forked with, and the shared memory through which they get the model of each round."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    max_grad_norm: float
+    store: UserStore
+    local: LocalTraining
+    modes: list[bool]
+    state: Tensors
+    shared: Tensors
+
+    @classmethod
+    def of(cls, round: Round, store: UserStore, local: LocalTraining) -> _Job:
+        state = _state(round.model)
+        devices = sorted({t.device.type for t in state} - {"cpu"})
+        require(not devices, "model on", devices, "to be on the CPU", "Train users by InProcess on a GPU.")
+        return cls(
+            model=round.model,
+            loss_fn=round.loss_fn,
+            max_grad_norm=round.max_grad_norm,
+            store=store,
+            local=local,
+            modes=_modes(round.model),
+            state=state,
+            shared=[_shared(t) for t in state],
+        )
+
+    def serves(self, round: Round) -> bool:
+        """Whether the workers, as they were forked, lack nothing but new values for this round."""
+        same = self.model is round.model and self.loss_fn is round.loss_fn and self.max_grad_norm == round.max_grad_norm
+        found = _state(round.model)
+        return same and self.modes == _modes(round.model) and [*map(id, found)] == [*map(id, self.state)]
+
+    def publish(self) -> None:
+        _copy(self.state, self.shared)
+
+    def receive(self) -> None:
+        _copy(self.shared, self.state)
+
+
+class _Slot:
+    """A place for a worker, and the sum of what it and those before it have added in this round."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self.fold = Fold(trainable(job.model), job.max_grad_norm)
+        self.fold.total.tensors[:] = [_shared(t) for t in self.fold.total.tensors]
+        self._begun = _shared(torch.zeros(1, dtype=torch.int64))  # how many of the users given it has begun
+        self.given: list[int] = []
+        self.asked = 0
+        self._start()
+
+    def clear(self) -> None:
+        self.asked = 0
+        for t in self.fold.total.tensors:
+            t.zero_()
+
+    def give(self, users: list[int], seed: int) -> None:
+        self.given, self.asked = users, self.asked + len(users)
+        self._begun.zero_()
+        with contextlib.suppress(OSError):  # it is dead, which the next wait finds
+            self.connection.send_bytes(array("q", [seed, *users]).tobytes())
+
+    def take_back(self) -> list[int]:
+        """Called when the worker has answered or died: the users that it was given and has not begun."""
+        rest: list[int] = []
+        try:
+            self.connection.recv_bytes()
+        except (EOFError, OSError):
+            rest = self.given[int(self._begun) :]
+            self.asked -= len(rest)
+            self.end()
+            self._start()
+            self.await_start()
+        self.given = []
+        return rest
+
+    def _start(self) -> None:
+        self.connection, theirs = Pipe()
+        self._process = get_context("fork").Process(target=self._work, args=(theirs, os.getpid()), daemon=True)
+        with warnings.catch_warnings():  # newer Pythons warn of a fork beside threads; `await_start` is the answer
+            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            self._process.start()
+        theirs.close()  # else its end of the pipe would stay open when it dies
+
+    def await_start(self) -> None:
+        """Return once the worker has trained on made-up numbers. No private row has been read by then."""
+        with contextlib.suppress(EOFError, OSError):
+            if self.connection.poll(_START_SECONDS):
+                self.connection.recv_bytes()
+                return
+        self.end()
+        raise ConfigError(
+            "A worker process that was forked from this one cannot train, as happens once a GPU has been used. Train "
+            "users by InProcess, or keep GPUs from this process with CUDA_VISIBLE_DEVICES=''."
+        )
+
+    def end(self) -> None:
+        self._process.kill()  # it has nothing to put in order
+        self._process.join()
+        self.connection.close()
+
+    def _work(self, connection: Connection, parent: int) -> None:
+        """What the worker does until it is killed. Says nothing: an error could tell of a user's rows."""
+        try:
+            _settle(parent)
+            connection.send_bytes(b"ready")
+            while True:
+                seed, *users = array("q", connection.recv_bytes())
+                self._job.receive()
+                for user in users:
+                    self._add(user, seed)
+                connection.send_bytes(b"done")
+        except BaseException:
+            os._exit(1)
+
+    def _add(self, user: int, seed: int) -> None:
+        """Killed within the last line, it leaves some coordinates of a clipped update: no more than the whole."""
+        job = self._job
+        self._begun += 1
+        update = update_of(job.store, user, job.model, job.loss_fn, job.local, seed)
+        if update is not None:
+            self.fold.add(Contribution(update))
+
+
+def _settle(parent: int) -> None:
+    """Make a process of its own out of the copy that a fork is, and try whether it works."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked to stop, and sees to the workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    torch.set_num_threads(1)
+    weight = torch.ones(64, 64, requires_grad=True)
+    (torch.ones(256, 64) @ weight).relu().sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent is gone; a copy of the run folder's lock would else outlive the run."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_ASKED_EVERY)
+    os._exit(1)
+
+
+def _end_all(slots: list[_Slot], owner: int) -> None:
+    if os.getpid() == owner:  # and not in a forked copy of the owner
+        for slot in slots:
+            slot.end()
+        slots.clear()
+
+
+def _state(model: nn.Module) -> Tensors:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _modes(model: nn.Module) -> list[bool]:
+    return [m.training for m in model.modules()] + [p.requires_grad for p in model.parameters()]
+
+
+@torch.no_grad()
+def _copy(source: Tensors, target: Tensors) -> None:
+    for s, t in zip(source, target, strict=True):
+        t.copy_(s)
+
+
+def _shared(like: Tensor) -> Tensor:
+    """Zeros in memory that forks share. It has no name, so nothing is left of it, however the processes end."""
+    size = like.numel()
+    memory = torch.frombuffer(mmap(-1, max(1, size) * like.element_size()), dtype=like.dtype)
+    return memory[:size].view(like.shape)
