@@ -59,12 +59,18 @@ def _descend(params: Tensors, loss: Tensor, lr: float) -> None:
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Puts parameters and buffers back: a running mean, say, would carry one user's rows to all that follow."""
-    kept = [(t, t.detach().clone()) for t in (*trainable(model), *model.buffers())]
+    """Puts parameters and buffers back: a running mean, say, would carry one user's rows to all that follow.
+
+    A layer may have put another tensor in a buffer's place, so the places are restored as well.
+    """
+    places = [(module, dict(module._buffers)) for module in model.modules()]
+    values = [(t, t.detach().clone()) for t in (*trainable(model), *model.buffers())]
     try:
         with torch.enable_grad():
             yield
     finally:
+        for module, buffers in places:
+            module._buffers.update(buffers)
         with torch.no_grad():
-            for t, value in kept:
+            for t, value in values:
                 t.copy_(value)

@@ -224,8 +224,12 @@ class Trainer:
         return PublicLoss(self.model, self.public_loss_fn or self.loss_fn, public, batch_size=self.public_batch_size)
 
     @property
+    def _device(self) -> torch.device:
+        return trainable(self.model)[0].device
+
+    @property
     def _world(self) -> World:
-        return World.current(trainable(self.model)[0].device)
+        return World.current(self._device)
 
     def _save(self, session: Session, source: Source | None) -> None:
         session.world.require_replicas(replicated(self.model))
@@ -245,6 +249,7 @@ class Trainer:
                 entropy=entropy,
                 world=world,
                 step=lambda: self._state.step,
+                public_rows=None if psi is None else psi.rows.batch(torch.arange(min(2, len(psi.rows))), self._device),
             )
         if psi is not None and self.public_loss_fn is None:  # public and private records are of one kind
             self._public_example = psi.rows.example()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,16 @@ def test_what_does_not_fit_changes_nothing(tensors: list[Tensor]) -> None:
     assert norm(fold.total.tensors) == 0
 
 
+def test_the_norm_is_right_where_small_numbers_are_many() -> None:
+    """A few ones among 2^-12: a sum of squares in float32 over all of them would lose the small ones."""
+    model = nn.Linear(1 << 12, 1 << 4, bias=False)
+    values = torch.full((1 << 4, 1 << 12), 2.0**-12)
+    values[0, :4] = 1.0
+    fold = Fold(trainable(model), 1.0)
+    fold.add(Contribution([values]))
+    assert norm(fold.total.tensors) == pytest.approx(1 / (1 + 5e-4), rel=3e-5)
+
+
 def test_a_silo_is_capped_at_the_users_it_was_asked_for() -> None:
     fold = Fold(trainable(linear()), 2.0)
     fold.add(Contribution([torch.full((3, 6), 1e6), torch.zeros(3)], users=7))
@@ -169,6 +180,89 @@ def test_users_who_cannot_be_used_are_left_out_in_silence(tmp_path: Path) -> Non
     before = flatten(trainable(model)).clone()
     assert len(list(engine.contributions(asked))) == 1
     assert torch.equal(flatten(trainable(model)), before)
+
+
+def test_a_refused_step_stays_refused(tmp_path: Path) -> None:
+    """A step fails after its intent, the next is beyond the plan: however often it is tried, nothing is released."""
+
+    def fails(user: int, round: Round) -> None:
+        raise ConnectionError
+
+    made = source(tmp_path, Answers(50, fails), plan(steps=1, sampling_rate=1.0), linear())
+    with pytest.raises(ConnectionError):
+        made.release()
+    for _ in range(3):
+        with pytest.raises(hs.BudgetExceeded):
+            made.release()
+    assert made.out.count == 0
+
+
+def test_nobody_counts_twice(tmp_path: Path) -> None:
+    """An engine that brings five contributions for one drawn user moves the release by one clip norm."""
+
+    class Repeats(Answers):
+        def contributions(self, round: Round) -> Iterator[Contribution]:
+            yield from 5 * [Contribution([torch.ones(3, 6), torch.ones(3)])]
+
+    p = plan(sampling_rate=1.0, expected_batch_size=1.0, noise_multiplier=1e-9)
+    out = source(tmp_path, Repeats(1, lambda user, round: None), p, linear()).release()
+    assert norm(out) == pytest.approx(1.0, rel=1e-3)
+
+
+class KeepsAMean(nn.Module):
+    """Puts a new tensor in the place of its buffer; with `hidden` the mean is no buffer at all."""
+
+    mean: Tensor
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("mean", torch.zeros(6))
+        self.hidden = torch.zeros(6) if hidden else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.mean if self.hidden is None else self.hidden
+        mean = 0.9 * mean + 0.1 * x.detach().mean(0)
+        if self.hidden is None:
+            self.mean = mean
+        else:
+            self.hidden = mean
+        out: Tensor = self.linear(x - mean)
+        return out
+
+
+def test_what_a_layer_keeps_does_not_reach_the_next_user(tmp_path: Path) -> None:
+    local = LocalTraining(lr=0.1)
+    model = KeepsAMean(hidden=False)
+    first = flatten(local_update(model, loss_fn, columns(4), local))
+    local_update(model, loss_fn, columns(4, seed=1), local)
+    assert torch.equal(flatten(local_update(model, loss_fn, columns(4), local)), first)
+    assert not model.mean.any()
+    public = PublicUsers(hidden := KeepsAMean(hidden=True), loss_fn, [columns(4)], local)
+    with pytest.raises(hs.UnsupportedLayer, match="another user"):
+        trainer(hidden, plan()).fit(InProcess(users(), local), public, run_dir=tmp_path)
+
+
+def test_a_mistake_in_the_loss_is_told_before_anything_is_spent(tmp_path: Path) -> None:
+    def mistaken(model: Any, batch: Any) -> Tensor:
+        raise NameError("misspelt")
+
+    model = linear()
+    t = hs.Trainer(model, mistaken, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), plan=plan())
+    with pytest.raises(NameError, match="misspelt"):
+        t.fit(InProcess(users(), LOCAL), columns(4), run_dir=tmp_path)
+    assert not hs.Ledger.open(tmp_path / "ledger.jsonl").runs
+
+
+def test_a_users_lack_of_memory_is_nobody_elses() -> None:
+    class Hungry(Broken):
+        def rows(self, user: int, limit: int) -> Any:
+            if user == 0:
+                raise MemoryError
+            return columns(3)
+
+    asked = Round(step=0, model=linear(), loss_fn=loss_fn, users=torch.arange(4), max_grad_norm=1.0, seed=0)
+    assert len(list(InProcess(PrivateUsers(Hungry()), LOCAL).contributions(asked))) == 3
 
 
 def test_local_training_leaves_no_trace_in_buffers() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ConfigRecord
+from torch import Tensor
 
 import halfsilver as hs
 from halfsilver._tensors import Tensors, flatten, norm, trainable
 from halfsilver.errors import ConfigError
-from halfsilver.federated import InProcess
+from halfsilver.federated import InProcess, PublicUsers
 from halfsilver.federated.flower import (
     Ahead,
     Client,
@@ -147,7 +149,7 @@ def test_only_enrolled_nodes_are_asked_and_only_for_their_own(tmp_path: Path) ->
 
 
 class Slow(PublicLoss):
-    """Tells on which thread it was asked, and not before it is let."""
+    """Tells on which thread it was asked."""
 
     def __init__(self) -> None:
         super().__init__(linear(), loss_fn, columns(8, seed=1))
@@ -156,6 +158,23 @@ class Slow(PublicLoss):
     def gradient(self, params: Tensors | None = None, *, step: int | None = None) -> Tensors:
         self.threads.append(threading.current_thread().name)
         return super().gradient(params, step=step)
+
+
+def test_a_public_gradient_that_nobody_asks_for_does_not_undo_the_update(tmp_path: Path) -> None:
+    """Public users train on the model itself; alpha 1 never asks for them, and they are slower than the nodes."""
+
+    def slow(model: Any, batch: Any) -> Tensor:
+        time.sleep(0.05)
+        return loss_fn(model, batch)
+
+    made = nodes(tmp_path, [20])
+    ends = []
+    for name in ("with", "without"):
+        t = trainer(plan=plan(steps=1), unsafe_seed=1)
+        public = PublicUsers(t.model, slow, [columns(8)], LOCAL) if name == "with" else None
+        strategy(made, tmp_path / name, trainer=t, public=public).start(FakeGrid(made))
+        ends.append(flatten(trainable(t.model)).detach())
+    assert torch.equal(ends[0], ends[1])
 
 
 def test_the_public_gradient_is_begun_while_nodes_train_and_used_once() -> None:

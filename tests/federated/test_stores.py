@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.stackoverflow_file import INDEXES, example, write
 from halfsilver.errors import PrivateDataError
+from halfsilver.federated import InProcess, LocalTraining, Round
 from halfsilver.privacy.users.jsonl import JsonlUsers
 from halfsilver.privacy.users.sqlite import SqliteUsers, Tables, tff_users
 from halfsilver.privacy.users.store import PrivateUsers, TensorUsers, UserStore
@@ -218,6 +219,31 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(PrivateDataError, match=r"CREATE INDEX examples_by_user ON examples \(client_id\);"):
         tff_users(path, encode=tokens)
+
+
+def test_keys_of_two_types_are_refused(tmp_path: Path) -> None:
+    """As numbers '1' and '01' are one: two people of the one table would read the same rows of the other."""
+    path = tmp_path / "mixed.sqlite"
+    connection = sqlite3.connect(path)
+    connection.executescript(
+        "CREATE TABLE client_metadata (client_id TEXT, split_name TEXT, num_examples INTEGER);"
+        "CREATE TABLE examples (split_name TEXT, client_id INTEGER, serialized_example_proto BLOB);"
+        "INSERT INTO client_metadata VALUES ('1', 'train', 1), ('01', 'train', 1);" + INDEXES
+    )
+    connection.close()
+    with pytest.raises(PrivateDataError, match="one type"):
+        SqliteUsers(path, encode=lambda values: torch.zeros(len(values)))
+
+
+def test_a_file_that_changes_ends_the_run(tmp_path: Path) -> None:
+    path = lines(tmp_path / "users.jsonl", {"user": "a", "n": 1}, {"user": "b", "n": 2})
+    engine = InProcess(PrivateUsers(JsonlUsers(path, encode=numbers)), LocalTraining(lr=1.0))
+    asked = Round(step=0, model=torch.nn.Linear(1, 1), loss_fn=lambda m, b: b.float(), users=torch.arange(2),
+                  max_grad_norm=1.0, seed=0)  # fmt: skip
+    list(engine.contributions(asked))
+    lines(path, {"user": "b", "n": 1}, {"user": "a", "n": 2}, {"user": "c", "n": 3})
+    with pytest.raises(PrivateDataError, match="changed"):
+        list(engine.contributions(asked))
 
 
 def test_tables_of_other_names(tmp_path: Path) -> None:

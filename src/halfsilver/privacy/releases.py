@@ -56,8 +56,8 @@ class Releases:
         A step that was intended and came to nothing is not used again: what it read may have shown somewhere.
         """
         if self._intended:
-            self._granted -= 1
-        if self._granted == 0:  # no rank goes on before rank 0 has these steps on disk
+            self._intended, self._granted = False, self._granted - 1
+        if self._granted <= 0:  # no rank goes on before rank 0 has these steps on disk
             self._granted = self._world.from_lead(self._intend)
         self._intended = True
 

@@ -147,6 +147,7 @@ class Recipe:
         require(0 <= self.lr_end <= 1, "lr_end", self.lr_end, "in [0, 1]")
         require(0 <= self.spare <= 1, "spare", self.spare, "in [0, 1]")
         require(better(self.score) != 0, "score", self.score, "to be 'loss' or a metric such as 'accuracy'")
+        require(self.local is None or self.autocast is None, "autocast", self.autocast, "to be left out with local")
         require(self.autocast in (None, "bfloat16"), "autocast", self.autocast, "to be 'bfloat16' or None")
 
     def steps(self, population: int, share: float = 1.0) -> int:

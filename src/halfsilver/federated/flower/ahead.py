@@ -13,8 +13,8 @@ from halfsilver.mirror import PublicLoss
 class Ahead(PublicLoss):
     """A public loss whose gradient at the model's own parameters can be begun early.
 
-    The values are those of the loss it is made from. Between `begin` and `gradient` nothing else may use the model:
-    a server that waits for its nodes does not.
+    The values are those of the loss it is made from. Between `begin` and `wait` nothing else may use the model. A
+    server that waits for its nodes does not.
     """
 
     def __init__(self, public: PublicLoss) -> None:
@@ -25,6 +25,11 @@ class Ahead(PublicLoss):
     def begin(self, step: int) -> None:
         self._taken(None)
         self._begun = step, self._thread.submit(self._public.gradient, None, step=step)
+
+    def wait(self) -> None:
+        """Until the model is no longer in use. A map may not ask for the gradient, and the optimizer steps then."""
+        if self._begun is not None:
+            self._begun[1].exception()
 
     def gradient(self, params: Tensors | None = None, *, step: int | None = None) -> Tensors:
         live = params is None or all(a is b for a, b in zip(params, trainable(self.model), strict=True))

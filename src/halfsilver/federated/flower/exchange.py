@@ -12,7 +12,8 @@ from typing import TypeVar
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-_THREADS = 16
+_MOST_AT_ONCE = 16  # replies in memory
+_THREADS = 256  # more than may ever be stuck: see `exchange`
 _TRIES = 5
 
 T = TypeVar("T")
@@ -34,13 +35,13 @@ def exchange(grid: Grid, messages: Sequence[Message], *, seconds: float, poll: f
     """Replies as they come, until all are there or `seconds` have passed.
 
     They are pulled one by one, since the link hands a reply out once: with several in one call, an unreadable one would
-    take the others with it, and all of them would be in memory together. And they are pulled on a few threads, since a
+    take the others with it, and all of them would be in memory together. And they are pulled on a thread each, since a
     node that announces a reply and does not send it holds up the pull of it, for minutes. Pulls that fail are missing
     replies: if the link is gone for good, the next round will find out.
     """
     until = time.monotonic() + seconds
     numbers = [i for i in patiently(lambda: grid.push_messages(messages), poll) if i] if messages else []
-    waiting, came, over = SimpleQueue[tuple[str, int]](), Came(maxsize=_THREADS), Event()
+    waiting, came, over = SimpleQueue[tuple[str, int]](), Came(maxsize=_MOST_AT_ONCE), Event()
     for number in numbers:
         waiting.put((number, _TRIES))
     for _ in range(min(_THREADS, len(numbers))):

@@ -11,6 +11,7 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, final
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -184,9 +185,13 @@ class MirrorStrategy(Strategy):
         wait = {"seconds": self.settings.round_seconds, "poll": self.settings.poll_seconds}
         self.aggregate_train(number, exchange(self.grid, messages, **wait))
         heard = False
-        for contribution in self._incoming:
-            heard = True
-            yield contribution
+        try:
+            for contribution in self._incoming:
+                heard = True
+                yield contribution
+        finally:
+            if self._public is not None:
+                self._public.wait()
         if messages and not heard:
             log(WARNING, "Round %d: no node answered as it should; the logs of the nodes may say why.", number)
 
@@ -225,5 +230,5 @@ def _fingerprint(key: bytes) -> str:
     """Empty for a key that cannot be read: nodes of a link without authentication have none."""
     try:
         return fingerprint(key)
-    except (ValueError, ConfigError):
+    except (ValueError, ConfigError, UnsupportedAlgorithm):
         return ""

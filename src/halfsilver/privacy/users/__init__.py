@@ -2,7 +2,9 @@
 
 from halfsilver.privacy.users.engine import Contribution, Engine, InProcess, Round
 from halfsilver.privacy.users.fold import Fold
+from halfsilver.privacy.users.jsonl import JsonlUsers
 from halfsilver.privacy.users.source import UserUpdates
+from halfsilver.privacy.users.sqlite import SqliteUsers, tff_users
 from halfsilver.privacy.users.store import PrivateUsers, TensorUsers, UserStore
 from halfsilver.privacy.users.workers import Workers
 
@@ -11,10 +13,13 @@ __all__ = [
     "Engine",
     "Fold",
     "InProcess",
+    "JsonlUsers",
     "PrivateUsers",
     "Round",
+    "SqliteUsers",
     "TensorUsers",
     "UserStore",
     "UserUpdates",
     "Workers",
+    "tff_users",
 ]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 from halfsilver._local import LocalTraining, local_update
 from halfsilver._random import own_randomness
 from halfsilver._tensors import LossFn, Tensors, batch_rows, map_batch, trainable
-from halfsilver.privacy.users.store import PrivateUsers, UserStore
+from halfsilver.privacy.users.store import PrivateUsers, UserStore, require_unchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ class InProcess:
         return self._store.size()
 
     def contributions(self, round: Round) -> Iterator[Contribution]:
+        require_unchanged(self._store)
         for user in round.users.tolist():
             update = update_of(self._store, user, round.model, round.loss_fn, self._local, round.seed)
             if update is not None:
@@ -80,16 +81,15 @@ def update_of(
 ) -> Tensors | None:
     """The update of one user; None where the user has no rows, or rows that cannot be used.
 
-    Whatever goes wrong with a user's rows would tell about them, so nothing is said. Randomness is of the user alone.
+    Whatever goes wrong with a user's rows, a lack of memory included, would tell about them, so nothing is said, nor
+    warned of. Randomness is of the user alone.
     """
     device = trainable(model)[0].device
     try:
-        with own_randomness((seed + user) % 2**63, [device]):
+        with own_randomness((seed + user) % 2**63, [device]), warnings.catch_warnings(action="ignore"):
             rows = store.rows(user, local.max_examples)
             if not batch_rows(rows):
                 return None
             return local_update(model, loss_fn, map_batch(lambda t: t.to(device), rows), local)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception:
         return None

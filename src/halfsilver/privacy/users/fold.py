@@ -9,15 +9,13 @@ from typing import final
 import torch
 from torch import Tensor
 
-from halfsilver.privacy.gradients.base import ClippedSum, at_least_float32, margin
+from halfsilver.privacy.gradients.base import ClippedSum, margin, row_norms
 from halfsilver.privacy.users.engine import Contribution
 
 # What rounding in sums of float32 may come to, in clip norms; contributions are clipped that much shorter.
 _SLACK = 4e-4
 # To add to float64 costs three times as much as to float32, so that a few updates are added up in float32 first.
 _MOST_TOGETHER = 16
-_BLOCK = 1 << 16  # squares that are added up in float32: off by less than 1e-5, a tenth of the margin of float32
-_LARGEST = 2.0**100
 
 
 @final
@@ -29,8 +27,8 @@ class Fold:
 
     The guarantee counts rounding in, also that of other contributions, which one that comes between them can change:
     t updates of norm C, added one after the other in float32, are off by at most t^2 u C. So of the first `expected`
-    contributions only so many are added up in float32 at once that all of it stays within the margin, and of later ones
-    none.
+    single users only so many are added up in float32 at once that all of it stays within the margin, of later ones and
+    of sums none.
     """
 
     def __init__(self, params: Sequence[Tensor], max_grad_norm: float, *, expected: float = 0.0) -> None:
@@ -46,13 +44,13 @@ class Fold:
         tensors = contribution.tensors
         if not self._fits(tensors):
             return
-        size = _norm(tensors)
-        if not 0 < size < _LARGEST:  # nor NaN
+        size = float(row_norms([t[None] for t in tensors]))
+        if not 0 < size < math.inf:  # nor what cannot be measured
             return
         exact = all(t.dtype == torch.float64 for t in tensors)
         tau = margin(torch.float64) if exact else margin(torch.float32) + _SLACK
         factor = min(1.0, contribution.users * self._total.sensitivity / (1 + tau) / size)
-        together = self._left > 0 and self._together > 1 and not exact
+        together = self._left > 0 and self._together > 1 and not exact and contribution.users == 1
         for total, t in zip(self._latest if together else self._total.tensors, tensors, strict=True):
             total.add_(t.to(total.device), alpha=factor)
         if together:
@@ -84,9 +82,3 @@ class Fold:
 
 def _working(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    """In blocks, and from block to block in float64; infinite or NaN where it cannot be measured."""
-    blocks = (block for t in tensors for block in torch.split(at_least_float32(t).reshape(-1), _BLOCK))
-    return math.sqrt(sum((torch.dot(block, block).item() for block in blocks), 0.0))

@@ -29,11 +29,11 @@ class JsonlUsers:
     `encode` cannot take raises anything at opening: an error would tell that the record is there.
     """
 
-    __slots__ = ("__encode", "__file", "__index", "__user")
+    __slots__ = ("__encode", "__index", "__user", "file")
 
     def __init__(self, path: Path | str, *, encode: Encode, user: str = "user", chosen: Chosen | None = None) -> None:
-        self.__file, self.__encode, self.__user = UsersFile(path), encode, user
-        self.__index = _Index.of(self.__file.path, user, chosen)
+        self.file, self.__encode, self.__user = UsersFile(path), encode, user
+        self.__index = _Index.of(self.file.path, user, chosen)
 
     def __repr__(self) -> str:
         return "JsonlUsers(<opaque>)"
@@ -42,8 +42,8 @@ class JsonlUsers:
         return self.__index.users
 
     def rows(self, user: int, limit: int) -> Batch:
-        self.__file.require_unchanged()
-        with self.__file.path.open("rb") as stream:
+        self.file.require_unchanged()
+        with self.file.path.open("rb") as stream:
             lines = [_line(stream, start, size) for start, size in self.__index.lines(user)]
         records = [record for line in lines if (record := _record(line, self.__user)) is not None]
         return take_rows(self.__encode(records), slice(limit))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfsilver._distributed import World
-from halfsilver._tensors import LossFn, Tensors, trainable
+from halfsilver._tensors import Batch, LossFn, Tensors, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.ledger import Ledger
@@ -18,6 +18,7 @@ from halfsilver.privacy.releases import Releases
 from halfsilver.privacy.sampling import poisson_chunks
 from halfsilver.privacy.users.engine import Engine, Round
 from halfsilver.privacy.users.fold import Fold
+from halfsilver.privacy.users.rehearsal import rehearse
 
 _DRAWN_AT_ONCE = 1024
 
@@ -42,6 +43,7 @@ class UserUpdates:
         entropy: Entropy,
         world: World,
         step: Callable[[], int],
+        public_rows: Batch | None = None,
     ) -> None:
         if plan.unit != "user":
             raise ConfigError(f"Expected plan.unit to be 'user' for users who train themselves, not {plan.unit!r}.")
@@ -50,10 +52,14 @@ class UserUpdates:
         self._model, self._loss_fn, self._engine, self._step = model, loss_fn, engine, step
         self._params, self.plan = trainable(model), plan
         self.out = Releases(self._params, plan, ledger=ledger, run_id=run_id, entropy=entropy, world=world)
+        if public_rows is not None:
+            rehearse(model, loss_fn, public_rows)
         self.out.register(1)  # rounds are long: each has a record of its own
 
     def release(self) -> Tensors:
         """One noisy mean update. Raises `BudgetExceeded`, before any user is drawn, once plan or budget are used up."""
+        if [id(p) for p in trainable(self._model)] != [id(p) for p in self._params]:
+            raise ConfigError("Expected the same parameters to be trainable as at the start. Make a new Trainer.")
         self.out.intend()
         fold = Fold(self._params, self.plan.max_grad_norm, expected=2 * self.plan.expected_batch_size)
         seed = int(self.out.entropy.words(1)) & (2**62 - 1)  # for dropout and the like
@@ -65,8 +71,11 @@ class UserUpdates:
             max_grad_norm=self.plan.max_grad_norm,
             seed=seed,
         )
+        left = len(asked.users)
         for contribution in self._engine.contributions(asked):
-            fold.add(contribution)
+            left -= contribution.users
+            if left >= 0:  # an engine that brings more than was drawn has brought somebody twice
+                fold.add(contribution)
         return self.out.noisy(fold.total)
 
     def _drawn(self) -> Tensor:

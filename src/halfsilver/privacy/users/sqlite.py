@@ -57,17 +57,18 @@ class SqliteUsers:
     its own, so the store may be used after a fork.
     """
 
-    __slots__ = ("__connections", "__encode", "__file", "__rowids", "__split", "__tables")
+    __slots__ = ("__connections", "__encode", "__rowids", "__split", "__tables", "file")
 
     def __init__(self, path: Path | str, *, encode: Encode, split: str = "train", tables: Tables | None = None) -> None:
         self.__connections: dict[int, sqlite3.Connection] = {}  # by process
-        self.__file, self.__encode, self.__split = UsersFile(path), encode, split
+        self.file, self.__encode, self.__split = UsersFile(path), encode, split
         self.__tables = tables or Tables()
         try:
             _require_indexed(self._database(), self.__tables)
+            _require_text(self._database(), self.__tables)
             self.__rowids = _rowids(self._database(), self.__tables, split)
         except sqlite3.Error as error:
-            raise PrivateDataError(f"The file {self.__file.path} cannot be read: {error}. {self.__tables}") from error
+            raise PrivateDataError(f"The file {self.file.path} cannot be read: {error}. {self.__tables}") from error
 
     def __repr__(self) -> str:
         return "SqliteUsers(<opaque>)"
@@ -81,7 +82,7 @@ class SqliteUsers:
         return len(self.__rowids)
 
     def rows(self, user: int, limit: int) -> Batch:
-        self.__file.require_unchanged()
+        self.file.require_unchanged()
         return take_rows(self.__encode(self._values(int(self.__rowids[user]), limit)), slice(limit))
 
     def _values(self, rowid: int, limit: int) -> list[Any]:
@@ -94,7 +95,7 @@ class SqliteUsers:
     def _database(self) -> sqlite3.Connection:
         process = os.getpid()
         if process not in self.__connections:
-            source = f"{self.__file.path.resolve().as_uri()}?mode=ro"
+            source = f"{self.file.path.resolve().as_uri()}?mode=ro"
             self.__connections[process] = sqlite3.connect(source, uri=True, check_same_thread=False)
         return self.__connections[process]
 
@@ -122,6 +123,16 @@ def _require_indexed(database: sqlite3.Connection, tables: Tables) -> None:
                 f"Table {table} has no index by user, so each read would go through all of it. Make one: "
                 f"CREATE INDEX {table}_by_user ON {table} ({tables.key});"
             )
+
+
+def _require_text(database: sqlite3.Connection, tables: Tables) -> None:
+    """In a column of numbers '1' and '01' would find the same rows, and one person would have two numbers."""
+    types = {}
+    for table in (tables.users, tables.examples):
+        columns = database.execute("SELECT name, upper(type) FROM pragma_table_info(?)", (table,)).fetchall()
+        types[table] = dict(columns).get(tables.key)
+    if len(set(types.values())) != 1:
+        raise PrivateDataError(f"Expected column {tables.key} to be of one type in both tables, got {types}.")
 
 
 def _rowids(database: sqlite3.Connection, tables: Tables, split: str) -> range | np.ndarray[Any, Any]:

@@ -79,6 +79,16 @@ class TensorUsers:
         return take_rows(self.__columns, next(self.__users.rows(user, limit)))
 
 
+def require_unchanged(store: UserStore) -> None:
+    """Once a round, before any user is read: of a user an error would tell, of a file as a whole it may.
+
+    A store that lies in a file has its `UsersFile` as ``file``.
+    """
+    file = getattr(store, "file", None)
+    if isinstance(file, UsersFile):
+        file.require_unchanged()
+
+
 @final
 class UsersFile:
     """A file whose users were numbered when it was opened.

@@ -27,7 +27,7 @@ from halfsilver._tensors import LossFn, Tensors, trainable
 from halfsilver.errors import ConfigError, require
 from halfsilver.privacy.users.engine import Contribution, Round, update_of
 from halfsilver.privacy.users.fold import Fold
-from halfsilver.privacy.users.store import PrivateUsers, UserStore
+from halfsilver.privacy.users.store import PrivateUsers, UserStore, require_unchanged
 
 _PARENT_ASKED_EVERY = 0.2
 _START_SECONDS = 60.0
@@ -64,6 +64,7 @@ class Workers:
 
     def contributions(self, round: Round) -> Iterator[Contribution]:
         """One for each worker, all at the end of the round. Cost: that of the users, whatever the population."""
+        require_unchanged(self._store)
         if not len(round.users):
             return
         try:
