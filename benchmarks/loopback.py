@@ -22,11 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import flwr
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+import halfsilver
 from halfsilver.federated.flower import Member, fingerprint
 
 _MARK = "HALFSILVER_LOOPBACK"  # in the environment of each process, so that none is missed at the end
@@ -141,10 +143,15 @@ class Loopback:
             self._processes[name] = self._popen(command, name, log)
 
     def _popen(self, command: Sequence[Any], name: str, out: Any) -> subprocess.Popen[str]:
-        """In a group of its own, with a Flower home of its own."""
-        binaries = Path(sys.executable).parent
+        """In a group of its own, with a Flower home of its own.
+
+        Flower's programs may belong to another environment than this process, on which ours stands: they are found
+        beside the package, and told where halfsilver is.
+        """
+        binaries, package = Path(flwr.__file__).parents[4] / "bin", Path(halfsilver.__file__).parents[1]
         own = {"FLWR_HOME": str(self._home(name)), _MARK: self.mark, "OMP_NUM_THREADS": "1"}
-        path = {"PATH": f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}"}
+        places = {"PATH": binaries, "PYTHONPATH": package}
+        path = {name: _joined(place, os.environ.get(name)) for name, place in places.items()}
         return subprocess.Popen(
             [str(binaries / command[0]), *map(str, command[1:])],
             env={**os.environ, **_QUIET, **path, **self.env, **own},
@@ -160,6 +167,10 @@ class Loopback:
         home = self.folder / "homes" / name
         home.mkdir(parents=True, exist_ok=True)
         return home
+
+
+def _joined(first: Path, others: str | None) -> str:
+    return os.pathsep.join([str(first), *([others] if others else [])])
 
 
 def marked(mark: str) -> list[int]:

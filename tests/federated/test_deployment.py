@@ -9,7 +9,7 @@ import pytest
 from benchmarks.deployment import ROUNDS, deployment
 
 
-@pytest.mark.slow
+@pytest.mark.deployment
 @pytest.mark.timeout(1500)
 def test_a_deployment_survives_the_loss_of_a_node_and_of_its_link(tmp_path: Path) -> None:
     """The script checks itself: updates, ledger, `halfsilver verify`, and that no process is left."""
