@@ -121,9 +121,13 @@ def row_norms(per_example: Sequence[Tensor]) -> Tensor:
 
 def _block_norms(rows: Tensor) -> list[Tensor]:
     whole = rows.shape[1] // _BLOCK * _BLOCK
-    blocks = rows[:, :whole].reshape(len(rows), whole // _BLOCK, _BLOCK)
-    rest = rows[:, whole:]
-    return [torch.linalg.vector_norm(blocks, dim=2).double(), torch.linalg.vector_norm(rest, dim=1)[:, None].double()]
+    norms = []
+    if whole:
+        blocks = rows[:, :whole].reshape(len(rows), whole // _BLOCK, _BLOCK)
+        norms.append(torch.linalg.vector_norm(blocks, dim=2).double())
+    if whole < rows.shape[1] or not whole:
+        norms.append(torch.linalg.vector_norm(rows[:, whole:], dim=1)[:, None].double())
+    return norms
 
 
 def weighted_rows(weights: Tensor, rows: Tensor) -> Tensor:
