@@ -149,8 +149,10 @@ class Study:
             tell(f"{self.asked.search}: {method} {Setting(**choice['setting']).label}{ahead}")
 
     def _runs(self) -> list[tuple[str, int]]:
-        """The dearest first, so that no worker is left alone with a long one."""
-        jobs = [(m, seed) for m in reversed(self.asked.methods) for seed in range(self.asked.seeds[m])]
+        """Pairs of pda and warm first, one seed after the other: an unfinished study has something to compare."""
+        order = [m for m in ("pda", "warm", "cold", "public") if m in self.asked.methods]
+        jobs = [(m, seed) for m in order for seed in range(self.asked.seeds[m])]
+        jobs.sort(key=lambda job: (job[0] not in ("pda", "warm"), job[1]))
         return [(m, seed) for m, seed in jobs if not (self._run_folder(m, seed) / "result.json").exists()]
 
     def _searched(self) -> list[str]:
