@@ -97,7 +97,7 @@ def test_without_noise_it_is_the_formula(data: tuple[Rows, Rows, Rows], monkeypa
         "learning_rate": 0.5,
     }
     monkeypatch.setattr(
-        "halfsilver.privacy.mechanism.noisy_mean",
+        "halfsilver.privacy.releases.noisy_mean",
         lambda clipped, *_, expected, **__: [t / expected for t in clipped.tensors],
     )
     x1, xp1 = (np.hstack([a, np.ones((len(a), 1))]) for a in (x, xp))

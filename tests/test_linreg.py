@@ -57,7 +57,7 @@ def test_a_column_is_the_estimators_run(prepared: Prepared, monkeypatch: pytest.
     """Without noise, with clipping active: the same coefficients as MirrorLinearRegression in float64."""
     monkeypatch.setattr(linreg, "noise_multiplier", lambda steps: 0.0)
     monkeypatch.setattr(
-        "halfsilver.privacy.mechanism.noisy_mean",
+        "halfsilver.privacy.releases.noisy_mean",
         lambda clipped, *_, expected, **__: [t / expected for t in clipped.tensors],
     )
     point = Point(steps=5, reach=0.25 * 0.02, clip=0.02)

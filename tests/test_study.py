@@ -286,7 +286,8 @@ def test_starts_depend_on_the_seed_alone() -> None:
 def test_a_run_that_diverges_is_reported_as_such(tmp_path: Path) -> None:
     grid = hs.Grid(cold=(1e30,), warm=(1e30,), pda=(1e30,), alpha_end=(0.9,))
     recipe = replace(RECIPE, grid=grid, average=None)
-    own = problem()
+    x, y = records(50, 2)
+    own = problem(test=(torch.cat([x, x]), torch.cat([y, 1 - y])))  # with each label: no weights are right by chance
     summary = Study(
         folder=tmp_path, asked=asked(recipe=recipe, seeds={"public": 1, "warm": 1}), source=lambda: own
     ).go()

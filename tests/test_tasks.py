@@ -76,12 +76,13 @@ def write_text(folder: Path, name: str, lines: int, word: str = "word") -> None:
 
 
 FEW = {"public": 12, "validation": 10}
+# Stack Exchange, whose private side are users, has tests of its own.
 OPTIONS: dict[str, dict[str, Any]] = {"emnist": FEW, "cifar10": {}, "wikitext2": FEW}
 
 
 @pytest.fixture(scope="module")
 def problems(made_up: Path) -> dict[str, Problem]:
-    return {name: make(made_up, **OPTIONS[name]) for name, make in TASKS.items()}
+    return {name: make(made_up, **OPTIONS[name]) for name, make in TASKS.items() if name in OPTIONS}
 
 
 def rows_of(data: Any) -> set[bytes]:
@@ -298,7 +299,7 @@ def fit(problem: Problem, folder: Path, backend: BackendName = "auto", autocast:
     return flatten([p.detach() for p in trainable(model)])
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_each_task_trains(name: str, problems: dict[str, Problem], tmp_path: Path) -> None:
     weights = fit(problems[name], tmp_path, autocast=None if name == "wikitext2" else torch.bfloat16)
     assert torch.isfinite(weights).all()
