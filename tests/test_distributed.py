@@ -295,7 +295,8 @@ def test_the_example_by_torchrun(tmp_path: Path) -> None:
     example = WORKER.parents[1] / "examples" / "distributed.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, str(example), "--shard", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["processes"] == 2
     assert told["accuracy"] > 0.8
