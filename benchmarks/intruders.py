@@ -124,7 +124,6 @@ def _rounds(loop: Loopback, tried: Counter[str]) -> dict[str, Any]:
     if not (folder / "record.json").exists():
         raise RuntimeError(f"The run left no record.\n{out}\n{loop.log_of('link')[-4000:]}")
     loop.say("the run has ended")
-    tried["replayed reply"] = ROUNDS - 1  # the link keeps them: they come from a node that was asked
     return dict(json.loads((folder / "record.json").read_text()))
 
 
@@ -168,6 +167,8 @@ def _query(loop: Loopback, text: str, *values: Any) -> list[tuple[Any, ...]]:
 
 def _judged(record: dict[str, Any], tried: Counter[str], say: Callable[[str], None]) -> dict[str, Any]:
     """Who got how far: replies that the link kept, and numbers that reached a sum."""
+    # Of the replies with a wrong signature that reached the strategy, those that the forger did not make.
+    tried["replayed reply"] = record["refused"].get("signature", 0) - tried["forged node id"]
     sums = [sorted(round(v, 4) for v in r["values"]) for r in record["rounds"]]
     everything = Counter(v for values in sums for v in values)
     numbers = {"self-registered key": SELF, "forged node id": FORGED, "revoked key": REVOKED, "stale timestamp": STALE}

@@ -1,4 +1,4 @@
-"""All that depends on the operating system: file locks and writes that survive a crash.
+"""All that depends on the operating system: file locks, writes that survive a crash, workers that do not survive one.
 
 Callers reach these functions through the module (`_os.append_durably(...)`), so that a test can put a
 faulty disk in their place.
@@ -10,6 +10,8 @@ import contextlib
 import os
 import secrets
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +24,8 @@ except ImportError:  # pragma: no cover - Windows; every use refuses through _re
     fcntl = None  # type: ignore[assignment]
 
 Writer = Callable[[BinaryIO], None]
+
+_PARENT_ASKED_EVERY = 0.2
 
 
 def _require_posix() -> None:
@@ -154,3 +158,18 @@ def splice_atomically(path: Path, start: int, stop: int | None, new: bytes) -> N
 def _copy_mode(path: Path, fd: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.fchmod(fd, path.stat().st_mode & 0o7777)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this worker process when the one that started it is gone, killed or not.
+
+    It would else go on beside the next start, with a copy of the run folder's lock. The parent is asked for far more
+    often than a new worker needs to import torch, so that the next start never meets a worker of a killed one.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_ASKED_EVERY)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

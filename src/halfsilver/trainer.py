@@ -238,33 +238,16 @@ class Trainer:
     def _source(self, session: Session, private: PrivateData | Engine, psi: PublicLoss | None) -> Source:
         world, seed = session.world, self.unsafe_seed
         entropy = OsEntropy() if seed is None else UnsafeSeed(world.own_seed(seed))
+        alike = psi if self.public_loss_fn is None else None  # public records of the private ones' kind
+        run: dict[str, Any] = {"ledger": session.ledger, "run_id": session.run_id, "entropy": entropy, "world": world}
         if isinstance(private, Engine):
-            return UserUpdates(
-                self.model,
-                self.loss_fn,
-                private,
-                self.plan,
-                ledger=session.ledger,
-                run_id=session.run_id,
-                entropy=entropy,
-                world=world,
-                step=lambda: self._state.step,
-                public_rows=None if psi is None else psi.rows.batch(torch.arange(min(2, len(psi.rows))), self._device),
-            )
-        if psi is not None and self.public_loss_fn is None:  # public and private records are of one kind
-            self._public_example = psi.rows.example()
-        return PrivateGradient(
-            self.model,
-            self.loss_fn,
-            private,
-            self.plan,
-            ledger=session.ledger,
-            run_id=session.run_id,
-            public_example=self._public_example,
-            speed=self.speed,
-            entropy=entropy,
-            world=world,
-        )
+            rows = alike and alike.rows.batch(torch.arange(min(2, len(alike.rows))), self._device)
+            run |= {"public_rows": rows, "step": lambda: self._state.step}
+            return UserUpdates(self.model, self.loss_fn, private, self.plan, **run)
+        if alike is not None:
+            self._public_example = alike.rows.example()
+        run |= {"public_example": self._public_example, "speed": self.speed}
+        return PrivateGradient(self.model, self.loss_fn, private, self.plan, **run)
 
     def _begin(self, session: Session, psi: PublicLoss | None, saved: Parts | None) -> None:
         """theta_0 and a fresh state, or those of the checkpoint; either way a checkpoint exists afterwards."""

@@ -254,6 +254,16 @@ def test_a_mistake_in_the_loss_is_told_before_anything_is_spent(tmp_path: Path) 
     assert not hs.Ledger.open(tmp_path / "ledger.jsonl").runs
 
 
+def test_public_rows_of_another_kind_are_not_trained_on_as_a_users(tmp_path: Path) -> None:
+    """With a public loss of its own, public rows need not suit the private one: here they are numbers to be small."""
+
+    def small(model: Any, batch: Any) -> Tensor:
+        return model(batch.expand(-1, 6)).square().mean(1)  # type: ignore[no-any-return]
+
+    t = trainer(linear(), plan(), mirror=hs.FirstOrder(0.7), public_loss_fn=small)
+    assert t.fit(InProcess(users(), LOCAL), torch.ones(4, 1), run_dir=tmp_path).updates == 5
+
+
 def test_a_users_lack_of_memory_is_nobody_elses() -> None:
     class Hungry(Broken):
         def rows(self, user: int, limit: int) -> Any:

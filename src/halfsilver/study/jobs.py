@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -11,14 +10,12 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import TypeVar
 
+from halfsilver import _os
 from halfsilver.errors import require
 
 Job = TypeVar("Job")
 Tell = Callable[[str], None]
 Pool = ProcessPoolExecutor | None  # None: no further process
-
-# Far less than a new worker needs to import torch: the next start never meets a worker of a killed one.
-_PARENT_ASKED_EVERY = 0.2
 
 
 @contextmanager
@@ -34,17 +31,10 @@ def workers(count: int) -> Iterator[Pool]:
 
 
 def _prepare(parent: int) -> None:
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _os.end_with_parent(parent)
     import torch
 
     torch.set_num_threads(1)
-
-
-def _end_with(parent: int) -> None:
-    """A worker whose parent was killed would finish its job beside the next start, and then wait for ever."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_ASKED_EVERY)
-    os._exit(1)
 
 
 def do_all(pool: Pool, execute: Callable[[Job], str], jobs: Sequence[Job], tell: Tell) -> None:

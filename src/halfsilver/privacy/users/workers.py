@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
-import time
 import warnings
 import weakref
 from array import array
@@ -22,6 +20,7 @@ from typing import Self, final
 import torch
 from torch import Tensor, nn
 
+from halfsilver import _os
 from halfsilver._local import LocalTraining
 from halfsilver._tensors import LossFn, Tensors, trainable
 from halfsilver.errors import ConfigError, require
@@ -29,7 +28,6 @@ from halfsilver.privacy.users.engine import Contribution, Round, update_of
 from halfsilver.privacy.users.fold import Fold
 from halfsilver.privacy.users.store import PrivateUsers, UserStore, require_unchanged
 
-_PARENT_ASKED_EVERY = 0.2
 _START_SECONDS = 60.0
 _PIECES = 4  # of what is left of a round, for each worker: large at first, single users at the end
 _LARGEST_PIECE = 32
@@ -240,17 +238,10 @@ def _settle(parent: int) -> None:
     """Make a process of its own out of the copy that a fork is, and try whether it works."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked to stop, and sees to the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _os.end_with_parent(parent)
     torch.set_num_threads(1)
     weight = torch.ones(64, 64, requires_grad=True)
     (torch.ones(256, 64) @ weight).relu().sum().backward()  # type: ignore[no-untyped-call]
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process when its parent is gone; a copy of the run folder's lock would else outlive the run."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_ASKED_EVERY)
-    os._exit(1)
 
 
 def _end_all(slots: list[_Slot], owner: int) -> None:
