@@ -2,9 +2,9 @@
 
     python -m benchmarks.ablation emnist --epsilon 25.8 --out DIR [--json]
 
-Runs have the length and the noise of a search run, start from the same weights for each seed and are scored on
-set-aside training rows, so nothing here looks at the test set. Whatever lies in DIR is not run again. A run that trains
-on private rows is written to DIR's ledger.
+Runs have the noise of a whole run and the length of a search run (or `--length`), start from the same weights for each
+seed and are scored on set-aside training rows, so nothing here looks at the test set. Whatever lies in DIR is not run
+again. A run that trains on private rows is written to DIR's ledger.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Variant:
     name: str
     recipe: Recipe
     methods: tuple[str, ...]
+    swapped: bool = False  # whether warm and pda have each other's learning rate
 
 
 def variants(base: Recipe) -> list[Variant]:
@@ -67,6 +68,7 @@ def variants(base: Recipe) -> list[Variant]:
         trained("mirror: no augmentation", mirror, augment_public=False),
         _other_way(base, trained),
         *(trained(f"clip norm {c:g}", private, max_grad_norm=c) for c in CLIP_NORMS if c != base.max_grad_norm),
+        Variant("learning rates of warm and pda swapped", base, private, swapped=True),
     ]
 
 
@@ -97,7 +99,7 @@ class Ablation:
         plan = make_plan(recipe, problem.population, self.epsilon, self.delta)
         start = self.out / _start_name(self.base, recipe, number) / f"seed-{seed}.safetensors"
         make_start(problem, recipe, seed, start)
-        setting = self.settings.get(method, Setting(1.0))
+        setting = self._setting(variant, method)
         if recipe.max_grad_norm != self.base.max_grad_norm:  # once all is clipped, only their product matters
             setting = replace(setting, lr=setting.lr * self.base.max_grad_norm / recipe.max_grad_norm)
         arena = search_arena(problem, recipe, plan, "paper search")
@@ -106,6 +108,10 @@ class Ablation:
                    ledger=self.out / "ledger.jsonl", delta=self.delta)  # fmt: skip
         run(arena, recipe, made, curve_points=0)
         return f"{variant.name}, {method}, seed {seed}: {read_json(made.result)['final']}"
+
+    def _setting(self, variant: Variant, method: str) -> Setting:
+        own = self.settings.get(method, Setting(1.0))
+        return replace(own, lr=self.settings[{"warm": "pda", "pda": "warm"}[method]].lr) if variant.swapped else own
 
     def jobs(self) -> list[tuple[int, str, int]]:
         numbered = [(i, v) for i, v in enumerate(variants(self.base)) if i == 0 or self.only in v.name]
@@ -142,6 +148,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="workstation")
     parser.add_argument("--epsilon", type=float, required=True)
     parser.add_argument("--rate", type=float, default=1.0, help="times the learning rates, for other noise")
+    parser.add_argument("--length", type=float, help="share of a whole run (default: that of a search run)")
     parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=2)
@@ -150,6 +157,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     recipe, more = load(args.task, args.recipe)
+    recipe = recipe if args.length is None else replace(recipe, search_share=args.length)
     settings = {method: replace(s, lr=s.lr * args.rate) for method, s in SETTINGS[args.task].items()}
     study = Ablation(TaskSource.of(args.task, args.data, {}), args.out, args.epsilon, more["delta"], recipe,
                      settings, args.seeds, args.only)  # fmt: skip
