@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,30 +15,40 @@ from typer.testing import CliRunner
 
 import halfsilver as hs
 from halfsilver import checkpoint, cli
-from halfsilver.errors import HalfsilverError
+from halfsilver.errors import CheckpointCorrupt, HalfsilverError, LedgerCorrupt
+from halfsilver.runs import write_json
 from halfsilver.verify import verify
 
 
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "a"
+def run_at(folder: Path, *, steps: int = 12, **options: Any) -> Path:
     model = torch.nn.Linear(4, 1)
-    plan = hs.PrivacyPlan(steps=12, sampling_rate=0.1, expected_batch_size=10, noise_multiplier=1.0)
+    plan = hs.PrivacyPlan(steps=steps, sampling_rate=0.1, expected_batch_size=10, noise_multiplier=1.0)
     trainer = hs.Trainer(
         model,
         lambda m, b: m(b).square().squeeze(1),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         plan=plan,
+        **{name: value for name, value in options.items() if name != "ledger"},
     )
-    trainer.fit(torch.randn(100, 4), run_dir=folder, delta=1e-5)
+    trainer.fit(torch.randn(100, 4), run_dir=folder, delta=1e-5, ledger=options.get("ledger"))
     return folder
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_at(tmp_path_factory.mktemp("runs") / "a")
+
+
+@pytest.fixture(scope="module")
+def other_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_at(tmp_path_factory.mktemp("runs") / "b", steps=9)
 
 
 def edit_json(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     def tamper(run: Path) -> None:
         value = json.loads((run / name).read_text())
         change(value)
-        (run / name).write_text(json.dumps(value))
+        write_json(run / name, value)  # in the form that halfsilver writes: the change itself must be seen
 
     return tamper
 
@@ -56,6 +67,12 @@ def cut_ledger(run: Path) -> None:
     (run / "ledger.jsonl").write_text("".join(lines[:3]))
 
 
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) >= 1
+    path.write_text(text.replace(old, new, 1))
+
+
 def write(name: str, text: str) -> Callable[[Path], None]:
     def tamper(run: Path) -> None:
         (run / name).write_text(text)
@@ -72,7 +89,7 @@ def flip(name: str, position: int) -> Callable[[Path], None]:
     return tamper
 
 
-TAMPERED: dict[str, Callable[[Path], None]] = {
+TAMPERED: dict[str, Callable[[Path], Any]] = {
     "more noise claimed": edit_json("config.json", lambda c: c["plan"].update(noise_multiplier=9.0)),
     "fewer steps claimed": edit_json("config.json", lambda c: c["plan"].update(steps=3)),
     "another run": edit_json("config.json", lambda c: c.update(run_id="feed")),
@@ -93,6 +110,29 @@ TAMPERED: dict[str, Callable[[Path], None]] = {
     "checkpoint ahead of the ledger": edit_checkpoint(lambda a: a.update(step=13)),
     "checkpoint with another head": edit_checkpoint(lambda a: a.update(ledger_head=[2, "0" * 64])),
     "checkpoint without a head": edit_checkpoint(lambda a: a.update(ledger_head=None)),
+    "steps hidden": edit_json("statement.json", lambda s: s["spent_so_far"].update(steps=11)),
+    "negative steps": edit_json("statement.json", lambda s: s["spent_so_far"].update(steps=-1)),
+    "smaller epsilon so far": edit_json("statement.json", lambda s: s["spent_so_far"].update(epsilon_pld=0.1)),
+    "smaller total": edit_json("statement.json", lambda s: s["all_runs_on_this_data"].update(epsilon=0.1)),
+    "smaller delta of the total": edit_json("statement.json", lambda s: s["all_runs_on_this_data"].update(delta=1e-9)),
+    "other accountant": edit_json("statement.json", lambda s: s["all_runs_on_this_data"].update(accountant="none")),
+    "no runs": edit_json("statement.json", lambda s: s["all_runs_on_this_data"].update(runs=0)),
+    "better figure beside the true one": edit_json("statement.json", lambda s: s.update(epsilon=0.1)),
+    "delta said twice": lambda run: replace(run / "statement.json", "{", '{\n  "delta": 1e-30,'),
+    "delta, consistently": lambda run: [
+        edit_json(name, lambda v: v.update(delta=1e-6))(run) for name in ("config.json", "statement.json")
+    ],
+    "other optimizer": edit_json("config.json", lambda c: c.update(optimizer="Adam")),
+    "older version": edit_json("config.json", lambda c: c["versions"].update(torch="1.0")),
+    "ledger with a better budget": lambda run: replace(run / "ledger.jsonl", '"budget":null', '"budget":1'),
+    "ledger of another run": lambda run: shutil.copy(run.parent / "other" / "ledger.jsonl", run),
+    "statement of another run": lambda run: shutil.copy(run.parent / "other" / "statement.json", run),
+    "checkpoint of another run": lambda run: shutil.copy(run.parent / "other" / "checkpoint.safetensors", run),
+    "checkpoint at an earlier step": edit_checkpoint(lambda a: a.update(step=11)),
+    "checkpoint at step true": edit_checkpoint(lambda a: a.update(step=True)),
+    "checkpoint with half a head": edit_checkpoint(lambda a: a.update(ledger_head=[2])),
+    "checkpoint with a text for a head": edit_checkpoint(lambda a: a.update(ledger_head="head")),
+    "checkpoint cut short": lambda run: os.truncate(run / "checkpoint.safetensors", 300),
     "config is not JSON": write("config.json", "{"),
     "statement is a list": write("statement.json", "[]"),
     "config gone": lambda run: (run / "config.json").unlink(),
@@ -111,11 +151,54 @@ def test_a_moved_run_verifies(finished_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", TAMPERED)
-def test_a_tampered_run_does_not(finished_run: Path, tmp_path: Path, what: str) -> None:
+def test_a_tampered_run_does_not(finished_run: Path, other_run: Path, tmp_path: Path, what: str) -> None:
     run = shutil.copytree(finished_run, tmp_path / "copy")
+    shutil.copytree(other_run, tmp_path / "other")
     TAMPERED[what](run)
     with pytest.raises(HalfsilverError):
         verify(run)
+
+
+def hide(stamp: str) -> Callable[[Path], None]:
+    def tamper(run: Path) -> None:
+        edit_json("config.json", lambda c: c.update({stamp: None}))(run)
+        edit_json("statement.json", lambda s: s.update(not_private_because=[]))(run)
+
+    return tamper
+
+
+@pytest.mark.parametrize("stamp", ["unsafe_seed", "metrics_not_private"])
+def test_a_stamp_cannot_be_taken_off(tmp_path: Path, stamp: str) -> None:
+    run = run_at(tmp_path / "run", **{stamp: 1})
+    assert stamp in verify(run)["statement"]["not_private_because"][0]
+    hide(stamp)(run)
+    with pytest.raises(CheckpointCorrupt, match="not the config"):
+        verify(run)
+
+
+def test_runs_on_one_ledger_verify_and_tell_of_a_seeded_one(tmp_path: Path) -> None:
+    ledger = hs.Ledger.open(tmp_path / "ledger", head_file=tmp_path / "head")
+    runs = [run_at(tmp_path / str(steps), steps=steps, ledger=ledger, unsafe_seed=1) for steps in (6, 5)]
+    assert all(verify(run, head_file=tmp_path / "head")["ok"] for run in runs)
+    assert verify(runs[1])["statement"]["all_runs_on_this_data"]["unsafe_runs"] == 2
+    for field, value in (("epsilon", 0.01), ("delta", 1e-9), ("runs", 3), ("accountant", "rdp")):
+        run = shutil.copytree(runs[0], tmp_path / field)
+        edit_json("statement.json", lambda s, f=field, v=value: s["all_runs_on_this_data"].update({f: v}))(run)  # type: ignore[misc]
+        with pytest.raises(CheckpointCorrupt, match="all_runs_on_this_data"):
+            verify(run)
+
+
+def test_a_head_kept_elsewhere_shows_that_all_was_set_back(tmp_path: Path) -> None:
+    """An older run folder, whole: nothing in it tells, the head does."""
+    ledger = hs.Ledger.open(tmp_path / "ledger", head_file=tmp_path / "head")
+    run = run_at(tmp_path / "run", ledger=ledger)
+    old = (tmp_path / "ledger").read_bytes()
+    run_at(tmp_path / "next", ledger=ledger)
+    (tmp_path / "ledger").write_bytes(old)
+    assert verify(run)["ok"]
+    for head in ("head", "missing"):
+        with pytest.raises(LedgerCorrupt):
+            verify(run, head_file=tmp_path / head)
 
 
 def call(*words: str) -> Any:

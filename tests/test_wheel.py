@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -81,3 +82,10 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"halfsilver"}
     assert not [name for name in names if name.endswith(".pyc")]
+
+
+def test_two_builds_have_one_sha256(wheel: Path, tmp_path: Path) -> None:
+    """One from the source distribution, one from the checkout: other folders, other times of files."""
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)
+    again = tmp_path / wheel.name
+    assert hashlib.sha256(again.read_bytes()).digest() == hashlib.sha256(wheel.read_bytes()).digest()

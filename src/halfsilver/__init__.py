@@ -7,12 +7,14 @@ True
 """
 
 from halfsilver import opacus
+from halfsilver.audit import AuditReport, audit
 from halfsilver.compare import Comparison, compare
 from halfsilver.errors import BudgetExceeded, HalfsilverError, LedgerCorrupt, UnsupportedLayer
 from halfsilver.mirror import (
     Bregman,
     DualAveraging,
     Euclidean,
+    FallBack,
     FirstOrder,
     GradientBall,
     Intersection,
@@ -32,12 +34,14 @@ from halfsilver.study.problem import Grid, Pretrain, Recipe
 from halfsilver.trainer import RunResult, StepReport, Trainer
 
 __all__ = [
+    "AuditReport",
     "Bregman",
     "Budget",
     "BudgetExceeded",
     "Comparison",
     "DualAveraging",
     "Euclidean",
+    "FallBack",
     "FirstOrder",
     "GradientBall",
     "Grid",
@@ -57,6 +61,7 @@ __all__ = [
     "StepReport",
     "Trainer",
     "UnsupportedLayer",
+    "audit",
     "chain",
     "clip_released",
     "compare",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from halfsilver.errors import PlatformUnsupported, RunFolderBusy
+from halfsilver.errors import HalfsilverError, PlatformUnsupported, RunFolderBusy, StorageError
 
 try:
     import fcntl
@@ -37,6 +37,21 @@ def _require_posix() -> None:
 
 
 @contextlib.contextmanager
+def confirmed(path: Path) -> Iterator[None]:
+    """Turn what the operating system refuses in the body into a `StorageError` with the way out."""
+    try:
+        yield
+    except HalfsilverError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"{path} could not be written ({error}), so nothing was done that it was to record. Make room, or repair "
+            "the disk, and run again: a run goes on from its checkpoint.",
+        ) from error
+
+
+@contextlib.contextmanager
 def lock_file(path: Path, *, blocking: bool) -> Iterator[None]:
     """Hold the exclusive lock of `path` (created when absent); the kernel frees it if the process dies.
 
@@ -44,7 +59,8 @@ def lock_file(path: Path, *, blocking: bool) -> Iterator[None]:
     also excludes other threads, since every call opens the file anew.
     """
     _require_posix()
-    fd = _locked_descriptor(path, blocking)
+    with confirmed(path):
+        fd = _locked_descriptor(path, blocking)
     try:
         yield
     finally:
@@ -92,31 +108,38 @@ def fsync_file(fd: int) -> None:
 def fsync_folder(path: Path) -> None:
     """Return once the names in the folder (files created, renamed, deleted) are on the disk."""
     _require_posix()
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with confirmed(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents so that they survive a crash."""
+    """Create a folder and its missing parents so that they survive a crash.
+
+    One that is there may have been made by a process that died before it could sync the name.
+    """
     if not path.is_dir():
         make_folder(path.parent)
-        path.mkdir(exist_ok=True)
+        with confirmed(path):
+            path.mkdir(exist_ok=True)
+    if os.access(path.parent, os.R_OK):  # else the folder was made for us by somebody else
         fsync_folder(path.parent)
 
 
 def append_durably(path: Path, data: bytes) -> None:
     """Append `data` to an existing file; when this returns, a crash cannot undo it."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND)
-    try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(fd, rest) :]
-        fsync_file(fd)
-    finally:
-        os.close(fd)
+    with confirmed(path):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            fsync_file(fd)
+        finally:
+            os.close(fd)
 
 
 def write_atomically(path: Path, content: bytes | Writer) -> None:
@@ -125,16 +148,17 @@ def write_atomically(path: Path, content: bytes | Writer) -> None:
     `content` is bytes, or a function that writes to the open file. Permissions of an existing file stay.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "xb") as handle:
-            _copy_mode(path, handle.fileno())
-            handle.write(content) if isinstance(content, bytes) else content(handle)
-            handle.flush()
-            fsync_file(handle.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with confirmed(path):
+        try:
+            with open(temporary, "xb") as handle:
+                _copy_mode(path, handle.fileno())
+                handle.write(content) if isinstance(content, bytes) else content(handle)
+                handle.flush()
+                fsync_file(handle.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     fsync_folder(path.parent)
 
 

@@ -58,14 +58,14 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], about: Mapping[str, Any]
 ) -> None:
     """Inverse of `optimizer_parts`."""
-    state: dict[int, dict[str, Any]] = {int(i): dict(values) for i, values in about["state"].items()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     try:
+        state: dict[int, dict[str, Any]] = {int(i): dict(values) for i, values in about["state"].items()}
         for name, t in tensors.items():
             index, key = name.split(".", 1)
             state[int(index)][key] = shard_of(t.clone(), params[int(index)])  # the optimizer changes it in place
         optimizer.load_state_dict({"state": state, "param_groups": about["param_groups"]})
-    except (ValueError, KeyError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(f"The checkpoint belongs to another optimizer: {error}.") from error
 
 

@@ -18,7 +18,7 @@ try:
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtra("typer", "cli") from error
 
-from halfsilver import cli_studies
+from halfsilver import cli_audit, cli_overlap, cli_studies
 
 app = typer.Typer(
     add_completion=False,
@@ -83,12 +83,13 @@ def calibrate(
 def verify(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     ledger: Annotated[Path | None, typer.Option(help="The data set's ledger, if it has moved.")] = None,
+    head_file: Annotated[Path | None, typer.Option(help="The ledger's head, kept out of reach.")] = None,
     as_json: Json = False,
 ) -> None:
     """Recompute a run's epsilon from its ledger, and check chain, checkpoint and statement."""
     from halfsilver.verify import verify as check
 
-    report = check(run, ledger)
+    report = check(run, ledger, head_file)
     statement = report["statement"]
     rows = {
         "run": report["run_id"],
@@ -104,7 +105,7 @@ def verify(
     _show(report, as_json, "Verified: chain, checkpoint and statement agree", rows)
 
 
-for command in (cli_studies.compare, cli_studies.run, cli_studies.report):
+for command in (cli_studies.compare, cli_studies.run, cli_studies.report, cli_overlap.overlap, cli_audit.audit):
     app.command()(command)
 
 

@@ -27,6 +27,10 @@ class RunFolderBusy(HalfsilverError):
     """Another process is writing to this run folder or ledger."""
 
 
+class StorageError(HalfsilverError, OSError):
+    """The operating system refused to write or to sync a file; what was not confirmed was not acted upon."""
+
+
 class UnsupportedLayer(HalfsilverError):
     """A module cannot be trained with a per-example guarantee, or not by the chosen backend."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping
@@ -47,15 +48,13 @@ class RunFolder:
     def claim(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Write the config of a new run, or check it against the one that is being resumed; return it with its id."""
         if not self.config.exists():
-            mine = {
-                "schema_version": SCHEMA_VERSION,
-                "run_id": secrets.token_hex(8),
-                **config,
-                "versions": versions(),
-            }
+            mine = {"schema_version": SCHEMA_VERSION, **config, "versions": versions()}
+            mine["run_id"] = new_run_id(mine)
             write_json(self.config, mine)
             return mine
         found = read_json(self.config)
+        if not isinstance(found.get("run_id"), str):
+            raise CheckpointCorrupt(f"Expected {self.config} to name its run_id. {_WAY_OUT}")
         for name, value in config.items():
             if found.get(name) != json.loads(json.dumps(value)):
                 raise ConfigError(
@@ -65,15 +64,15 @@ class RunFolder:
         return found
 
     def log(self, record: Mapping[str, Any]) -> None:
-        with open(self.metrics, "a", encoding="utf-8") as file:
+        with _os.confirmed(self.metrics), open(self.metrics, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def history(self) -> list[dict[str, Any]]:
-        """All metric records; a line cut short by a crash is left out."""
+        """All metric records. They are not synced, so a crash may leave holes: what is not a record is left out."""
         if not self.metrics.exists():
             return []
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        found = map(_metric, self.metrics.read_bytes().splitlines(keepends=True))
+        return [record for record in found if record is not None]
 
     def clear(self) -> None:
         """Make room for another run. A ledger that lies here stays: what was spent stays spent.
@@ -89,17 +88,50 @@ class RunFolder:
         _os.write_atomically(self.metrics, "".join(json.dumps(r) + "\n" for r in kept).encode())
 
 
+def _metric(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def new_run_id(config: Mapping[str, Any]) -> str:
+    """A name that holds a digest of the config: what is in the config, the ledger's chain then vouches for."""
+    unsafe = UNSAFE if config.get("unsafe_seed") is not None else ""
+    return f"{unsafe}{secrets.token_hex(8)}-{config_digest(config)}"
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Of all but the run's name."""
+    text = json.dumps({name: value for name, value in config.items() if name != "run_id"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def json_text(value: Mapping[str, Any]) -> bytes:
+    """The one form in which files of a run folder are written."""
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    _os.write_atomically(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+    _os.write_atomically(path, json_text(value))
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointCorrupt(
-            f"{path} cannot be read: {error}. Restore it from a copy, or use another folder."
-        ) from error
+        return _object(path, path.read_bytes())
+    except OSError as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}. {_WAY_OUT}") from error
+
+
+_WAY_OUT = "Restore it from a copy, or use another folder."
+
+
+def _object(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}. {_WAY_OUT}") from error
     if not isinstance(value, dict):
         raise CheckpointCorrupt(f"Expected {path} to hold a JSON object, not {type(value).__name__}.")
     return value

@@ -16,6 +16,7 @@ from halfsilver._distributed import World
 from halfsilver.errors import CheckpointCorrupt, require
 from halfsilver.privacy.accounting import epsilon_of
 from halfsilver.privacy.ledger import Head, Ledger
+from halfsilver.privacy.ledger_records import is_head
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs import RunFolder, write_json
 from halfsilver.state import Parts
@@ -151,12 +152,14 @@ def check_head(ledger: Ledger, run_id: str, about: Mapping[str, Any]) -> None:
     head, step = about.get("ledger_head"), about.get("step")
     run = ledger.runs.get(run_id)
     counted = run.spent if run else 0
-    if not isinstance(step, int) or not 0 <= step <= counted:
+    if type(step) is not int or not 0 <= step <= counted:
         raise CheckpointCorrupt(
             f"The checkpoint claims step={step!r}, but the ledger counts {counted} steps for run {run_id!r}."
         )
     if head is not None:
-        ledger.verify_head(int(head[0]), str(head[1]))
+        if not is_head(head):
+            raise CheckpointCorrupt(f"The checkpoint names ledger_head={head!r}, which is no place in a ledger.")
+        ledger.verify_head(*head)
     elif step > 0:
         raise CheckpointCorrupt(f"The checkpoint claims step={step!r}, but names no record of the ledger.")
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfsilver._sharded import full_on_lead, shard_of
-from halfsilver._tensors import trainable
+from halfsilver._tensors import Tensors, trainable
 from halfsilver.averaging import Average
 from halfsilver.checkpoint import from_json, optimizer_parts, restore_optimizer, to_json, under
 from halfsilver.errors import CheckpointCorrupt
@@ -66,20 +66,33 @@ def unpack(
     optimizer: Optimizer,
     scheduler: LRScheduler | None,
 ) -> None:
-    """Put a packed state back."""
+    """Put a packed state back, or raise `CheckpointCorrupt`."""
     try:
-        found, own = under("model.", tensors), model.state_dict()
-        model.load_state_dict({name: shard_of(t, own.get(name, t)) for name, t in found.items()})
+        _restore_model(model, under("model.", tensors))
         state.step = int(about["step"])
-        state.average.count = int(about["average_count"])
-        optimizer_json, scheduler_json = about["optimizer"], about["scheduler"]
-    except (RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"The checkpoint does not fit this model: {error}") from error
-    restore_optimizer(optimizer, under("optimizer.", tensors), optimizer_json)
-    if scheduler is not None and scheduler_json is not None:
-        scheduler.load_state_dict(from_json(scheduler_json))
-    params, average = trainable(model), under("average.", tensors)
-    device = params[0].device
+        restore_optimizer(optimizer, under("optimizer.", tensors), about["optimizer"])
+        if scheduler is not None and about["scheduler"] is not None:
+            scheduler.load_state_dict(from_json(about["scheduler"]))
+        _restore_state(state, trainable(model), tensors, int(about["average_count"]))
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointCorrupt(f"The checkpoint does not fit this model or its optimizer: {error!r}") from error
+
+
+def _restore_model(model: torch.nn.Module, found: Mapping[str, Tensor]) -> None:
+    own = model.state_dict()
+    others = [name for name, t in found.items() if name in own and t.dtype != own[name].dtype]
+    if others:
+        raise TypeError(f"{others} are of other dtypes")
+    model.load_state_dict({name: shard_of(t, own.get(name, t)) for name, t in found.items()})
+
+
+def _restore_state(state: TrainState, params: Tensors, tensors: Mapping[str, Tensor], count: int) -> None:
+    average, mirror, device = under("average.", tensors), under("mirror.", tensors), params[0].device
+    if average and [average[str(i)].shape for i in range(len(average))] != [p.shape for p in params]:
+        raise ValueError("the averages have other shapes than the parameters")
+    if any(name in state.mirror and t.shape != state.mirror[name].shape for name, t in mirror.items()):
+        raise ValueError("the mirror's state has another shape")
+    state.average.count = count
     state.average.tensors = [shard_of(average[str(i)].to(device, copy=True), params[i]) for i in range(len(average))]
-    mirror = {name: t.to(device, copy=True) for name, t in under("mirror.", tensors).items()}
-    state.mirror |= {name: shard_of(t, state.mirror.get(name, t)) for name, t in mirror.items()}
+    on_device = {name: t.to(device, copy=True) for name, t in mirror.items()}
+    state.mirror |= {name: shard_of(t, state.mirror.get(name, t)) for name, t in on_device.items()}

@@ -81,6 +81,9 @@ class Trainer:
     decay of an exponential average; if set, `fit` ends with the averaged weights in the model. `unsafe_seed` fixes
     noise and sampling for a test, which ends the guarantee and is stamped into the statement.
 
+    A private example that is also in the public data, label and all, contributes nothing. ``skip_public_copies=False``
+    is for rows so short that strangers have the same one; neither setting changes the guarantee.
+
     Under ``torchrun``, once ``torch.distributed.init_process_group`` has been called, `fit` trains over the processes
     of the default group: each is given the same data and computes on its own share of the private records, and all
     hold the same weights, or their shards of them after ``fully_shard``. Rank 0 writes ledger and run folder; callbacks
@@ -102,6 +105,7 @@ class Trainer:
     speed: Speed = field(default_factory=Speed)
     device: torch.device | str | None = None
     metrics_not_private: bool = False
+    skip_public_copies: bool = True
     unsafe_seed: int | None = None
     progress: bool | None = None
     checkpoint_seconds: float = 30.0
@@ -246,7 +250,8 @@ class Trainer:
             return UserUpdates(self.model, self.loss_fn, private, self.plan, **run)
         if alike is not None:
             self._public_example = alike.rows.example()
-        run |= {"public_example": self._public_example, "speed": self.speed}
+        public_rows = psi.rows.batches() if psi is not None and self.skip_public_copies else ()
+        run |= {"public_example": self._public_example, "public_rows": public_rows, "speed": self.speed}
         return PrivateGradient(self.model, self.loss_fn, private, self.plan, **run)
 
     def _begin(self, session: Session, psi: PublicLoss | None, saved: Parts | None) -> None:
@@ -315,6 +320,8 @@ class Trainer:
             "public_batch_size": self.public_batch_size,
             "unsafe_seed": self.unsafe_seed,
             "metrics_not_private": self.metrics_not_private,
+            # Only if it is not the default, so that run folders without it can still be opened.
+            **({} if self.skip_public_copies else {"skip_public_copies": False}),
         }
 
 

@@ -49,14 +49,14 @@ def test_a_step_is_in_the_file_before_intend_returns(path: Path) -> None:
     assert Ledger.open(path).spent() == epsilon_of([full_batch().count(3)], 1e-5, "pld")
 
 
-def test_each_append_is_synced_and_the_first_syncs_the_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_append_is_synced_and_so_is_the_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Ledger.open(path).register_run("a", full_batch())
     ledger, calls = Ledger.open(path), list[str]()
     monkeypatch.setattr(_os, "fsync_file", lambda fd: calls.append("file"))
     monkeypatch.setattr(_os, "fsync_folder", lambda folder: calls.append("folder"))
     ledger.intend("a")
     ledger.intend("a")
-    assert calls == ["file", "folder", "file"]
+    assert calls == ["file", "folder"] * 2, "whoever put the file there may not have come to it"
 
 
 def test_the_plan_is_the_limit_and_repeated_steps_use_it_up(path: Path) -> None:

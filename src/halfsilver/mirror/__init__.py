@@ -1,6 +1,7 @@
 """Mirror maps and the public loss: everything to the right of the noise."""
 
 from halfsilver.mirror.bregman import Bregman, DualAveraging
+from halfsilver.mirror.guard import FallBack
 from halfsilver.mirror.maps import (
     Chain,
     ClipReleased,
@@ -27,6 +28,7 @@ __all__ = [
     "Cosine",
     "DualAveraging",
     "Euclidean",
+    "FallBack",
     "FirstOrder",
     "GradientBall",
     "Intersection",

@@ -117,10 +117,12 @@ class FirstOrder:
         alpha = weight_at(self.alpha, clock)
         if alpha == 1.0:
             return released, state
+        return lerp(alpha, released, self.public_gradient(params, public, clock)), state
+
+    def public_gradient(self, params: Tensors, public: PublicLoss | None, clock: Clock) -> Tensors:
+        """What this step mixes in: the gradient of the public batch of the step, clipped if asked for."""
         gradient = need_public(public, self).gradient(params, step=clock.step)
-        if self.public_max_norm is not None:
-            gradient = clip_norm(gradient, self.public_max_norm)
-        return lerp(alpha, released, gradient), state
+        return gradient if self.public_max_norm is None else clip_norm(gradient, self.public_max_norm)
 
 
 @final

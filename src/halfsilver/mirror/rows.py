@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,6 +47,10 @@ class PublicRows:
             return floating(leaf.to(device), dtype) if isinstance(leaf, Tensor) else leaf
 
         return map_batch(moved, self._take(index))
+
+    def batches(self, size: int = 1024) -> Iterator[Batch]:
+        """All rows in their order, `size` at once, where they lie."""
+        return (self._take(slice(i, min(i + size, len(self)))) for i in range(0, len(self), size))
 
     def example(self) -> Any:
         """One record as the data set gives it, for its shapes."""

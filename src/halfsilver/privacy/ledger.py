@@ -24,6 +24,7 @@ from halfsilver.privacy.ledger_records import (
     Record,
     canonical,
     encode,
+    is_head,
     is_whole,
     line_of,
 )
@@ -63,8 +64,6 @@ class Ledger:
         self._head_file = head_file
         self._history = history
         self._filter = BudgetFilter(self.budget)
-        # Whoever made the file may have died before the folder was synced, so the first append here does it.
-        self._folder_synced = False
 
     @classmethod
     def open(
@@ -209,14 +208,13 @@ class Ledger:
         if not self._history.follow():
             fresh = History.load(self.path, watch=self._history.head.seq)
             self._history.check_continued_by(fresh)
-            self._history, self._folder_synced = fresh, False
+            self._history = fresh
 
     def _append(self, kind: str, fields: Record) -> Head:
         line = encode({"type": kind, **fields}, seq=self.head.seq + 1, prev=self.head.hash)
         _os.append_durably(self.path, line)
-        if not self._folder_synced:
-            _os.fsync_folder(self.path.parent)
-            self._folder_synced = True
+        # Whoever put this file here, by creation, repair or compaction, may have died before the folder was synced.
+        _os.fsync_folder(self.path.parent)
         self._history.feed(line)
         self._publish_head()
         return self.head
@@ -296,6 +294,8 @@ def _lock_of(path: Path) -> Path:
 def _read_head(head_file: Path) -> Head:
     try:
         fields: dict[str, Any] = json.loads(head_file.read_bytes())
-        return Head(int(fields["seq"]), str(fields["hash"]))
-    except (ValueError, KeyError, TypeError) as error:
+        head = [fields["seq"], fields["hash"]]
+        require(is_head(head), "head", head, "to be the number and the hash of a record")
+        return Head(*head)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LedgerCorrupt(f"The head file {head_file} cannot be read ({error!r}). {WAY_OUT}") from error

@@ -42,8 +42,11 @@ def digest(record: Mapping[str, Any]) -> str:
 
 
 def encode(fields: Mapping[str, Any], *, seq: int, prev: str) -> bytes:
-    """The line of a new record. Its time only informs: nothing depends on a clock."""
-    record = {**fields, "seq": seq, "prev": prev, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    """The line of a new record. Its time only informs: nothing depends on a clock.
+
+    It is a date and no more, since how long a step took may tell of a record that was slow to read.
+    """
+    record = {**fields, "seq": seq, "prev": prev, "time": datetime.now(UTC).date().isoformat()}
     return line_of({**record, "hash": digest(record)})
 
 
@@ -123,7 +126,7 @@ def _is_budget(value: object) -> bool:
     )
 
 
-def _is_head(value: object) -> bool:
+def is_head(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and is_whole(value[0]) and _is_hash(value[1])
 
 
@@ -156,6 +159,6 @@ _POSSIBLE: dict[str, Callable[[Any], bool]] = {
     "runs": lambda value: isinstance(value, list) and all(isinstance(run, dict) for run in value),
     # of a run inside a summary
     "spent": is_whole,
-    "last": lambda value: value is None or _is_head(value),
-    "closed": _is_head,
+    "last": lambda value: value is None or is_head(value),
+    "closed": is_head,
 }

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -25,6 +25,7 @@ from halfsilver.privacy.gradients.probe import PROBE_ROWS, probe
 from halfsilver.privacy.gradients.rows import default_rows, fastest_rows, padded_rows
 from halfsilver.privacy.gradients.users import clipped_user_gradient
 from halfsilver.privacy.ledger import Ledger
+from halfsilver.privacy.overlap import PublicCopies
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.releases import Releases
 from halfsilver.privacy.sampling import poisson_chunks
@@ -46,6 +47,8 @@ class PrivateGradient:
 
     In a `world` of several ranks, each is given the same data and owns every `world.size`-th unit of it: samples of
     these shares, drawn independently, are together one Poisson sample. Only rank 0 has, and needs, the ledger.
+
+    A private row that is also one of `public_rows`, which come in batches, contributes nothing: see `PublicCopies`.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class PrivateGradient:
         ledger: Ledger | None,
         run_id: str,
         public_example: Any = None,
+        public_rows: Iterable[Batch] = (),
         speed: Speed | None = None,
         entropy: Entropy | None = None,
         world: World | None = None,
@@ -75,6 +79,8 @@ class PrivateGradient:
         with self._world.together():
             self._pieces = Pieces(self._params, self._world)
             self._open(private, public_example)
+            with own_randomness(0, [self._device]):  # a public data set may draw, too
+                self._copies = PublicCopies(self._schema, public_rows if self._records.fixed_shape else ())
             self._backend = self._checked_backend(speed, loss_fn)
             rows = speed.micro_batch_size or self._choose_rows()
         self._rows = self._world.from_lead(lambda: rows)  # one measurement for all: the slowest rank sets the pace
@@ -235,7 +241,8 @@ class PrivateGradient:
 
     def _sum_of_user(self, user: int) -> Iterator[ClippedSum]:
         assert self._users is not None
-        batches = (self._fetch(rows) for rows in self._users.rows(user, self._rows))
+        parts = (self._fetch(rows) for rows in self._users.rows(user, self._rows))
+        batches = (part for part in parts if batch_rows(part))
         try:
             yield clipped_user_gradient(self._model, self._loss_fn, batches, self.plan.max_grad_norm)
         except (MemoryError, torch.OutOfMemoryError):
@@ -244,7 +251,7 @@ class PrivateGradient:
             return  # as above: nothing from this user, and no word about it
 
     def _fetch(self, chosen: torch.Tensor | slice) -> Batch:
-        return self._to_device(self._records.fetch(chosen, self._schema))
+        return self._to_device(self._copies.left_out_of(self._records.fetch(chosen, self._schema)))
 
     def _to_device(self, batch: Batch) -> Batch:
         """One layout, as there is one shape: C order, but for images if the model's own weights lie otherwise.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
@@ -54,7 +55,7 @@ class PrivacyPlan:
         require(0 < self.sampling_rate <= 1, "sampling_rate", self.sampling_rate, "in (0, 1]")
         for name in ("expected_batch_size", "noise_multiplier", "max_grad_norm"):
             value = getattr(self, name)
-            require(math.isfinite(value) and value > 0, name, value, "in (0, inf)")
+            require(0 < value <= sys.float_info.max, name, value, "in (0, inf)")  # a whole number may be beyond
         require(self.unit in ("example", "user"), "unit", self.unit, "in ('example', 'user')")
 
     @property

@@ -60,11 +60,17 @@ def cifar10(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     return images.permute(0, 3, 1, 2), torch.from_numpy(labels.astype(np.int64))
 
 
-def _cifar10_map(path: Path) -> np.ndarray:
-    expected, found = CIFAR10_ROWS * _CIFAR10_RECORD, path.stat().st_size
+def cifar10_images(path: Path) -> np.ndarray:
+    """Images [N, 3, 32, 32] of a file in the format of CIFAR-10's batches, with any number of records."""
+    rows = max(1, path.stat().st_size // _CIFAR10_RECORD)
+    return _cifar10_map(path, rows)[:, 1:].reshape(-1, 3, 32, 32)
+
+
+def _cifar10_map(path: Path, rows: int = CIFAR10_ROWS) -> np.ndarray:
+    expected, found = rows * _CIFAR10_RECORD, path.stat().st_size
     if found != expected:
         _broken(path, f"{found:,} bytes", f"{expected:,} bytes")
-    records = np.memmap(path, np.uint8, "r", shape=(CIFAR10_ROWS, _CIFAR10_RECORD))
+    records = np.memmap(path, np.uint8, "r", shape=(rows, _CIFAR10_RECORD))
     if records[:, 0].max() > 9:
         _broken(path, "a label above 9", "labels from 0 to 9")
     return records
@@ -121,13 +127,17 @@ def _fill(path: Path, stream: gzip.GzipFile, data: np.ndarray) -> None:
 
 def tokens(folder: Path, name: str, source: Source) -> list[list[str]]:
     """The words of each line that is not empty."""
-    path = find(folder, name, source)
+    return [words for words in lines_of_words(find(folder, name, source)) if words]
+
+
+def lines_of_words(path: Path) -> list[list[str]]:
+    """The words of each line, none for an empty one."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:  # not shown: it quotes the text
         raise DataMissing(f"The file {path} is damaged: it is not UTF-8 text. {_AGAIN}") from None
-    lines = [words for line in text.split("\n") if (words := line.split())]
-    if not lines:
+    lines = [line.split() for line in text.split("\n")]
+    if not any(lines):
         _broken(path, f"{path.stat().st_size:,} bytes and no word", "lines of words")
     return lines
 

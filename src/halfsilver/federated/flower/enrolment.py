@@ -54,9 +54,11 @@ class Enrolment:
     def load(cls, path: str | Path) -> Enrolment:
         """From a JSON file: ``{"members": [{"name": ..., "fingerprint": ..., "users": 1, "revoked": false}, ...]}``."""
         try:
-            rows = json.loads(Path(path).read_text(encoding="utf-8"))["members"]
+            rows = json.loads(Path(path).read_bytes())["members"]
             return cls(tuple(Member(**row) for row in rows))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except ConfigError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"Expected {Path(path).name} to list members, each with name and fingerprint, perhaps users and "
                 f"revoked; got {type(error).__name__}: {error}."

@@ -83,7 +83,11 @@ class SqliteUsers:
 
     def rows(self, user: int, limit: int) -> Batch:
         self.file.require_unchanged()
-        return take_rows(self.__encode(self._values(int(self.__rowids[user]), limit)), slice(limit))
+        try:
+            values = self._values(int(self.__rowids[user]), limit)
+        except sqlite3.Error:  # not shown: it may quote what is stored
+            raise PrivateDataError(f"The rows of a user cannot be read from {self.file.path}.") from None
+        return take_rows(self.__encode(values), slice(limit))
 
     def _values(self, rowid: int, limit: int) -> list[Any]:
         ask, sql, split = self._database().execute, self.__tables.sql, self.__split

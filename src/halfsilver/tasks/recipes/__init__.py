@@ -9,6 +9,7 @@ in epochs, of cos(pi t / 2K).
 from __future__ import annotations
 
 import math
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -45,7 +46,7 @@ def parse(text: str, name: str) -> tuple[Recipe, dict[str, Any]]:
     """A recipe from the text of its file; `ConfigError` names what is unknown, missing or of the wrong type."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers and nesting without end
         raise ConfigError(f"The recipe {name!r} is not TOML: {error}.") from error
     values = dict(_typed(name, "recipe", table.pop("recipe", None), dict))
     for key, value in table.items():
@@ -95,7 +96,7 @@ def _typed(name: str, path: str, value: Any, kind: Any) -> Any:
     if kind == tuple[float, ...]:
         return tuple(_typed(name, path, v, float) for v in _typed(name, path, value, list))
     allowed = get_args(kind) or (kind,)
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool) and abs(value) < sys.float_info.max:
         return float(value)
     plain = tuple(k for k in allowed if isinstance(k, type))
     if isinstance(value, plain) and not (isinstance(value, bool) and bool not in plain):

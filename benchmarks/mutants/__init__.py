@@ -1,0 +1,1 @@
+"""Bugs put into the library from outside, to see whether its audit finds them."""

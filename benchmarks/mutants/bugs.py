@@ -1,0 +1,220 @@
+"""The bugs: each is a function that returns changes of the real code, with a state of its own for one run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, final
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from benchmarks.mutants.change import Change
+from halfsilver._tensors import Tensors
+from halfsilver.mirror import PublicLoss
+from halfsilver.privacy import mechanism, noise, releases
+from halfsilver.privacy.entropy import Entropy, UnsafeSeed
+from halfsilver.privacy.gradients import base
+from halfsilver.privacy.gradients.base import ClippedSum
+from halfsilver.privacy.gradients.book import outer
+from halfsilver.privacy.ledger import Ledger
+from halfsilver.privacy.mechanism import PrivateGradient
+from halfsilver.privacy.releases import Releases
+
+Bug = Callable[[], list[Change]]
+
+
+# ---- noise
+
+
+def weaker_noise(factor: float) -> Bug:
+    def scale(real: Any, *args: Any) -> float:
+        return factor * float(real(*args))
+
+    return lambda: [Change(noise, "noise_scale", scale)]
+
+
+def _noise_from(choose: Callable[[Entropy], Entropy]) -> list[Change]:
+    def noisy_mean(real: Any, total: ClippedSum, multiplier: float, entropy: Entropy, **options: Any) -> Any:
+        return real(total, multiplier, choose(entropy), **options)
+
+    return [Change(releases, "noisy_mean", noisy_mean)]
+
+
+def same_in_every_step() -> list[Change]:
+    seed = secrets.randbits(62)
+    return _noise_from(lambda _: UnsafeSeed(seed))
+
+
+def same_on_every_rank() -> list[Change]:
+    """The seeds are drawn before the ranks are forked, and each rank takes them in the same order."""
+    seeds = itertools.count(secrets.randbits(61))
+    return _noise_from(lambda _: UnsafeSeed(next(seeds)))
+
+
+@final
+class _Rewound:
+    """The same words again at every call."""
+
+    is_private = False
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def words(self, n: int) -> Tensor:
+        return UnsafeSeed(self._seed).words(n)
+
+
+def same_on_every_tensor() -> list[Change]:
+    return _noise_from(lambda entropy: _Rewound(int(entropy.words(1)) & (2**62 - 1)))
+
+
+def added_on_every_rank() -> list[Change]:
+    """Each rank adds all of the noise to its own sum, and none is added to the sum of these."""
+
+    def clipped_sum(real: Any, self: Any) -> ClippedSum:
+        share = real(self)
+        return ClippedSum(noise.add_noise(share, self.plan.noise_multiplier, self._entropy), share.sensitivity)
+
+    def noisy_mean(real: Any, total: ClippedSum, multiplier: float, entropy: Entropy, **options: Any) -> Any:
+        return real(total, 0.0, entropy, **options)
+
+    return [Change(PrivateGradient, "_clipped_sum", clipped_sum), Change(releases, "noisy_mean", noisy_mean)]
+
+
+# ---- clipping
+
+
+def longer_clip(factor: float, *modules: ModuleType) -> Bug:
+    """Gradients of up to `factor` clip norms, in all modules that clip for a backend (its oracle is one of them)."""
+
+    def factors(real: Any, norms: Tensor, max_grad_norm: float, *args: Any) -> Tensor:
+        found: Tensor = real(norms, factor * max_grad_norm, *args)
+        return found
+
+    return lambda: [Change(module, "clip_factors", factors) for module in modules]
+
+
+def nan_passes() -> list[Change]:
+    """All four places where a value that is not finite would be stopped."""
+
+    def factors(real: Any, norms: Tensor, max_grad_norm: float, tau: float, rows: int | None = None) -> Tensor:
+        found = (max_grad_norm / (1 + tau) / norms.double()).clamp_(max=1.0)
+        found[len(found) if rows is None else rows :] = 0.0
+        return found
+
+    def attempt(real: Any, self: Any, batch: Any, rows: int) -> ClippedSum:
+        found: ClippedSum = self._backend.clipped_sum(self._padded(batch, rows), self.plan.max_grad_norm, rows)
+        return found
+
+    return [
+        Change(base, "measurable", lambda real, norms: norms),
+        Change(base, "clip_factors", factors),
+        Change(PrivateGradient, "_attempt", attempt),
+        Change(noise, "on_grid", lambda real, values, g, tame=False: values.double().div(g).round_()),
+    ]
+
+
+def gram_norm_cancels() -> list[Change]:
+    """The norm without the bound on its rounding."""
+    return [Change(outer, "gram_slack", lambda real, left, *args: torch.zeros(len(left), dtype=torch.float64))]
+
+
+# ---- sampling
+
+
+def higher_rate(factor: float, module: ModuleType) -> Bug:
+    def chunks(real: Any, population: int, rate: float, *args: Any) -> Any:
+        return real(population, min(1.0, factor * rate), *args)
+
+    return lambda: [Change(module, "poisson_chunks", chunks)]
+
+
+def cyclic_batches() -> list[Change]:
+    turns = itertools.count()
+
+    def chunks(real: Any, population: int, rate: float, chunk: int, entropy: Entropy) -> Iterator[Tensor]:
+        size = round(rate * population)
+        members = (next(turns) * size + torch.arange(size)) % population
+        yield from torch.split(members.sort().values, chunk)
+
+    return [Change(mechanism, "poisson_chunks", chunks)]
+
+
+def same_sample_on_every_rank() -> list[Change]:
+    seeds = itertools.count(secrets.randbits(61))
+
+    def chunks(real: Any, population: int, rate: float, chunk: int, entropy: Entropy) -> Any:
+        return real(population, rate, chunk, UnsafeSeed(next(seeds)))
+
+    return [Change(mechanism, "poisson_chunks", chunks)]
+
+
+def padded_shard() -> list[Change]:
+    """All ranks own equally many records, as torch's DistributedSampler has it: the first ones have two owners."""
+
+    def opened(real: Any, self: Any, *args: Any) -> None:
+        real(self, *args)
+        self._population = math.ceil(self._population / self._world.size) * self._world.size
+
+    def in_data(real: Any, self: Any, chosen: Any) -> Any:
+        return (real(self, chosen) % self._records.size()).sort().values
+
+    return [Change(PrivateGradient, "_open", opened), Change(PrivateGradient, "_in_data", in_data)]
+
+
+# ---- the rest of a step
+
+
+def public_leak(share: float) -> Bug:
+    """The public gradient has `share` of the private one in it, clipped but without noise."""
+
+    def made() -> list[Change]:
+        latest: Tensors = []
+
+        def clipped_sum(real: Any, self: Any) -> ClippedSum:
+            found: ClippedSum = real(self)
+            latest[:] = [share / self.plan.expected_batch_size * t.double() for t in found.tensors]
+            return found
+
+        def gradient(real: Any, self: Any, *args: Any, **kwargs: Any) -> Tensors:
+            return [g + private.to(g) for g, private in zip(real(self, *args, **kwargs), latest, strict=True)]
+
+        return [Change(PrivateGradient, "_clipped_sum", clipped_sum), Change(PublicLoss, "gradient", gradient)]
+
+    return made
+
+
+def realised_batch() -> list[Change]:
+    size = [0]
+
+    def chunks(real: Any, *args: Any) -> Iterator[Any]:
+        size[0] = 0
+        for chosen in real(*args):
+            size[0] += len(chosen)
+            yield chosen
+
+    def noisy_mean(real: Any, *args: Any, expected: float, **options: Any) -> Any:
+        return real(*args, expected=float(max(1, size[0])), **options)
+
+    return [Change(mechanism, "poisson_chunks", chunks), Change(releases, "noisy_mean", noisy_mean)]
+
+
+def ledger_off_by_one() -> list[Change]:
+    """The first step of a run is not written down, and the ledger does not count again when the run ends."""
+    begun: WeakSet[Releases] = WeakSet()
+
+    def intend(real: Any, self: Releases) -> int:
+        if self in begun:
+            return int(real(self))
+        begun.add(self)
+        return 1
+
+    def finish(real: Any, self: Ledger, run_id: str, updates: int) -> Any:
+        return real(self, run_id, min(updates, self.runs[run_id].spent))
+
+    return [Change(Releases, "_intend", intend), Change(Ledger, "finish", finish)]

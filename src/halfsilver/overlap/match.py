@@ -1,0 +1,99 @@
+"""Records of two sets paired by their content: equal, or near enough by whatever measure their kind has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+NOTE = (
+    "Read from private data in the clear: outside the privacy guarantee. Keep it with the private data, and do not "
+    "choose public data by it unless that choice may be known."
+)
+Content = TypeVar("Content", str, bytes)
+Near = Callable[[list[Content], list[Content]], Iterable[tuple[int, int, float]]]
+
+
+class Match(NamedTuple):
+    """The closest record of the other set, by its number there."""
+
+    exact: bool
+    similarity: float
+    record: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two sets: how many records were compared and left aside, and those with a copy in the other set."""
+
+    compared: int
+    left_aside: int
+    matches: dict[int, Match]
+
+    def figures(self) -> dict[str, Any]:
+        exact = sum(match.exact for match in self.matches.values())
+        return {
+            "compared": self.compared,
+            "left_aside": self.left_aside,
+            "exact": exact,
+            "near": len(self.matches) - exact,
+            "share": len(self.matches) / max(1, self.compared),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What two sets have in common, seen from each of them."""
+
+    kind: str
+    private: Side
+    public: Side
+
+    def figures(self) -> dict[str, Any]:
+        """Counts and shares, with the words that they are not private."""
+        sides = {"private": self.private.figures(), "public": self.public.figures()}
+        return {"not_private": True, "note": NOTE, "kind": self.kind, **sides}
+
+    def report(self) -> dict[str, Any]:
+        """The figures, and each private record that has a copy: numbers of both, whether equal, and how similar."""
+        fields = ("private", "public", "exact", "similarity")
+        rows = ((i, m.record, m.exact, m.similarity) for i, m in sorted(self.private.matches.items()))
+        return {**self.figures(), "matches": [dict(zip(fields, row, strict=True)) for row in rows]}
+
+
+def overlap(
+    kind: str, private: Sequence[Content | None], public: Sequence[Content | None], near: Near[Content]
+) -> Overlap:
+    """Pair the records of two sets, given by their contents; None is a record that is left aside.
+
+    `near` is asked once, about the distinct contents of either set, for pairs of their numbers and a similarity.
+    """
+    ours, theirs = _places(private), _places(public)
+    keys, other_keys = list(ours), list(theirs)
+    pairs = [(key, key, True, 1.0) for key in keys if key in theirs]
+    found = near(keys, other_keys) if keys and theirs else ()
+    pairs += [(keys[i], other_keys[j], False, similarity) for i, j, similarity in found if keys[i] != other_keys[j]]
+    turned = [(b, a, exact, similarity) for a, b, exact, similarity in pairs]
+    return Overlap(kind=kind, private=_side(private, ours, theirs, pairs), public=_side(public, theirs, ours, turned))
+
+
+def _places(records: Sequence[Content | None]) -> dict[Content, list[int]]:
+    found: dict[Content, list[int]] = {}
+    for i, content in enumerate(records):
+        if content is not None:
+            found.setdefault(content, []).append(i)
+    return found
+
+
+def _side(
+    records: Sequence[Content | None],
+    own: dict[Content, list[int]],
+    other: dict[Content, list[int]],
+    pairs: Iterable[tuple[Content, Content, bool, float]],
+) -> Side:
+    best: dict[Content, Match] = {}
+    for key, copy, exact, similarity in pairs:
+        best[key] = max(best.get(key, Match(False, -1.0, 0)), Match(exact, similarity, other[copy][0]))
+    compared = sum(map(len, own.values()))
+    matches = {place: match for key, match in best.items() for place in own[key]}
+    return Side(compared=compared, left_aside=len(records) - compared, matches=matches)
