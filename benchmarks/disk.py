@@ -126,7 +126,7 @@ def _torn(synced: bytes, written: bytes, chance: random.Random) -> bytes:
 
 def _listing(folder: Path | int) -> dict[str, Entry]:
     with os.scandir(folder) as entries:
-        return {entry.name: (entry.inode(), entry.is_dir()) for entry in entries}
+        return {entry.name: (entry.stat(follow_symlinks=False).st_ino, entry.is_dir()) for entry in entries}
 
 
 def _lay_out(folder: Path, tree: Tree) -> None:

@@ -7,6 +7,7 @@ faulty disk in their place.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -116,6 +117,10 @@ def fsync_folder(path: Path) -> None:
             os.close(fd)
 
 
+# From file systems that have no names of ours to lose: read-only, or made up by the kernel, as automounters are.
+_NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its missing parents so that they survive a crash.
 
@@ -125,8 +130,13 @@ def make_folder(path: Path) -> None:
         make_folder(path.parent)
         with confirmed(path):
             path.mkdir(exist_ok=True)
-    if os.access(path.parent, os.R_OK):  # else the folder was made for us by somebody else
         fsync_folder(path.parent)
+    elif os.access(path.parent, os.R_OK):  # else the folder was made for us by somebody else
+        try:
+            fsync_folder(path.parent)
+        except StorageError as error:
+            if error.errno not in _NOTHING_TO_SYNC:
+                raise
 
 
 def append_durably(path: Path, data: bytes) -> None:

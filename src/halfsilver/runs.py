@@ -55,11 +55,12 @@ class RunFolder:
         found = read_json(self.config)
         if not isinstance(found.get("run_id"), str):
             raise CheckpointCorrupt(f"Expected {self.config} to name its run_id. {_WAY_OUT}")
-        for name, value in config.items():
-            if found.get(name) != json.loads(json.dumps(value)):
+        now = json.loads(json.dumps(config))
+        for name in sorted(now.keys() | found.keys() - {"schema_version", "run_id", "versions"}):
+            if found.get(name) != now.get(name):
                 raise ConfigError(
                     f"Expected {name} of the run in {self.path} to be unchanged on resume: it was "
-                    f"{found.get(name)!r} and is now {value!r}. Use another run_dir for another run."
+                    f"{found.get(name)!r} and is now {now.get(name)!r}. Use another run_dir for another run."
                 )
         return found
 

@@ -74,6 +74,8 @@ def unpack(
         if scheduler is not None and about["scheduler"] is not None:
             scheduler.load_state_dict(from_json(about["scheduler"]))
         _restore_state(state, trainable(model), tensors, int(about["average_count"]))
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointCorrupt(f"The checkpoint does not fit this model or its optimizer: {error!r}") from error
 

@@ -250,7 +250,7 @@ class Trainer:
             return UserUpdates(self.model, self.loss_fn, private, self.plan, **run)
         if alike is not None:
             self._public_example = alike.rows.example()
-        public_rows = psi.rows.batches() if psi is not None and self.skip_public_copies else ()
+        public_rows = psi.rows.batches() if psi and self.skip_public_copies and not session.finished else ()
         run |= {"public_example": self._public_example, "public_rows": public_rows, "speed": self.speed}
         return PrivateGradient(self.model, self.loss_fn, private, self.plan, **run)
 

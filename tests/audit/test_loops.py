@@ -59,7 +59,7 @@ def test_a_bug_in_the_mechanism_shows(
     else:
         monkeypatch.setattr(base, "clip_factors", lambda norms, clip, *a: factors(norms, 10 * clip, *a))
     for name in ("trainer/vmap", "two processes"):
-        seen = run_loop(name, plan_of(steps=10), tmp_path / name, canaries=100, replay=False)
+        seen = run_loop(name, plan_of(steps=10), tmp_path / name, canaries=200, replay=False)
         assert instrument in {f.instrument for f in judge(seen, 1e-6) if f.alarm}
 
 

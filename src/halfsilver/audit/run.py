@@ -88,16 +88,18 @@ class Audited:
     ) -> Trainer:
         trainer = self.trainer
         require(isinstance(trainer.speed.backend, str), "backend", trainer.speed.backend, "to be a name")
-        return Trainer(
-            model,
-            losses,
+        return replace(
+            trainer,
+            model=model,
+            loss_fn=losses,
             optimizer=torch.optim.SGD(trainable(model), lr=_lr(trainer)),
             plan=plan,
-            mirror=trainer.mirror,
             public_loss_fn=public_losses,
-            public_batch_size=trainer.public_batch_size,
+            scheduler=None,
+            average=None,
+            metrics={},
             callbacks=[callback],
-            speed=trainer.speed,
+            skip_public_copies=False,  # the rows may be the public ones, and are there to be trained on
             unsafe_seed=unsafe_seed,
             progress=False,
             checkpoint_seconds=float("inf"),

@@ -98,7 +98,8 @@ def require_readable(mirror: MirrorMap, clock: Clock) -> None:
     """
     if isinstance(mirror, Chain) and any(isinstance(m, ClipReleased | Chain) for m in mirror.maps[1:]):
         raise _unreadable(mirror)
-    _before(mirror, np.zeros(1), np.zeros(1), 1.0, 1.0, clock)
+    for step in range(clock.total_steps):
+        _before(mirror, np.zeros(1), np.zeros(1), 1.0, 1.0, replace(clock, step=step))
 
 
 def released(
@@ -122,6 +123,8 @@ def _before(mirror: MirrorMap, moved: Array, bank: Array, curvature: float, norm
             return moved
         case FirstOrder(alpha=alpha):
             weight = weight_at(alpha, clock)
+            if weight == 0:  # nothing that is released gets through
+                raise _unreadable(mirror)
             return (moved - (1 - weight) * curvature * bank) / weight
         case Quadratic(normalize=False, hessian=None) | Bregman(constraint=None) | DualAveraging(constraint=None):
             return (curvature + mirror.damping) * moved

@@ -27,9 +27,9 @@ def overlap_of_files(
     require(len(kinds) == 1, "files", [str(private), str(public)], "to be all images (.bin) or all text")
     if kinds == {True}:
         pixels = (np.concatenate([files.cifar10_images(path) for path in side]) for side in sides)
-        return overlap_of_images(*pixels, correlation=similarity or CORRELATION)
+        return overlap_of_images(*pixels, correlation=CORRELATION if similarity is None else similarity)
     lines = ([line for path in side for line in files.lines_of_words(path)] for side in sides)
-    return overlap_of_lines(*lines, similarity=similarity or SIMILARITY, min_words=min_words)
+    return overlap_of_lines(*lines, similarity=SIMILARITY if similarity is None else similarity, min_words=min_words)
 
 
 def _files(path: Path) -> list[Path]:
@@ -42,7 +42,9 @@ def _files(path: Path) -> list[Path]:
 
 
 def outside_run_folders(path: Path) -> Path:
-    """`path`, unless it lies in a run folder: what is there may be published, and a report of overlaps may not."""
+    """`path`, if it is new and in no run folder: what is there may be published, a report of overlaps may not."""
+    require(path.parent.is_dir(), "folder of --out", str(path.parent), "to exist")
+    require(not path.exists(), "--out", str(path), "to be the name of a new file")
     for parent in path.resolve().parents:
         run = RunFolder(parent)
         if any(file.exists() for file in (run.statement, run.ledger, run.checkpoint)):

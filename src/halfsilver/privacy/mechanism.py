@@ -192,13 +192,26 @@ class PrivateGradient:
 
     def _parts(self) -> Iterator[ClippedSum]:
         owned = len(range(self._world.rank, self._population, self._world.size))
-        for chosen in poisson_chunks(owned, self.plan.sampling_rate, self._rows, self._entropy):
-            units = self._in_data(chosen)
-            if self._users is None:
-                yield from self._sum_of_examples(self._fetch(units))
-            else:
-                members = range(units.start, units.stop) if isinstance(units, slice) else units.tolist()
-                yield from (part for user in members for part in self._sum_of_user(user))
+        chunks = poisson_chunks(owned, self.plan.sampling_rate, self._rows, self._entropy)
+        chosen = map(self._in_data, chunks)
+        if self._users is None:
+            pieces = map(self._fetch, chosen)
+            yield from (part for piece in self._moved_up(pieces) for part in self._sum_of_examples(piece))
+            return
+        for units in chosen:
+            members = range(units.start, units.stop) if isinstance(units, slice) else units.tolist()
+            yield from (part for user in members for part in self._sum_of_user(user))
+
+    def _moved_up(self, pieces: Iterable[Batch]) -> Iterator[Batch]:
+        """Whole pieces again, where rows have been left out: the rest is added up as if those had not been drawn."""
+        held: Batch | None = None
+        for piece in pieces:
+            held = piece if held is None else _joined(held, piece)
+            if batch_rows(held) >= self._rows or not self._records.fixed_shape:
+                full, held = _cut(held, self._rows)
+                yield full
+        if held is not None:
+            yield held
 
     def _in_data(self, chosen: torch.Tensor | slice) -> torch.Tensor | slice:
         """Numbers within this rank's share as numbers in the data: rank r owns r, r + size, r + 2 size, ..."""
@@ -265,3 +278,14 @@ class PrivateGradient:
             return t
         last = t.dim() == 4 and self._channels_last
         return t.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def _joined(first: Batch, second: Batch) -> Batch:
+    return pytree.tree_map(lambda *columns: torch.cat(columns), first, second)
+
+
+def _cut(batch: Batch, rows: int) -> tuple[Batch, Batch | None]:
+    """The first `rows` of a batch, and what is left."""
+    if batch_rows(batch) <= rows:
+        return batch, None
+    return take_rows(batch, slice(0, rows)), take_rows(batch, slice(rows, batch_rows(batch)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import final
 
 import torch
@@ -23,12 +23,14 @@ class PublicCopies:
 
     Two rows are the same if all their tensors, labels included, have the same bytes in the private rows' dtypes: 0.0
     and -0.0 differ. A public image with another label is another record, because that label is not public. Public rows
-    of another structure or shape are no copies of anything.
+    of another structure, shape or kind of number, and such as cannot be stacked, are no copies of anything.
     """
 
     def __init__(self, schema: Schema, public: Iterable[Batch] = ()) -> None:
-        alike = (columns for rows in public if (columns := _as_private(rows, schema)) is not None)
-        self._public = frozenset(number for columns in alike for number in _hashes(columns))
+        try:
+            self._public = frozenset(_public_hashes(schema, public))
+        except RuntimeError:  # rows of several lengths
+            self._public = frozenset()
 
     def left_out_of(self, batch: Batch) -> Batch:
         """The rows of a private `batch` that are not public, in their order."""
@@ -39,14 +41,22 @@ class PublicCopies:
         return take_rows(batch, torch.tensor(kept, dtype=torch.int64))
 
 
+def _public_hashes(schema: Schema, public: Iterable[Batch]) -> Iterator[int]:
+    for rows in public:
+        columns = _as_private(rows, schema)
+        if columns is None:  # nor will the others be: a large set need not be read to its end
+            return
+        yield from _hashes(columns)
+
+
 def _hashes(columns: Tensors) -> list[int]:
     """One number for the bytes of each row.
 
-    Python's own hash of bytes: 64 bits, fast, under a key that each process draws anew and never writes down. Should
-    two different rows share a number, which for a million against a million happens once in ten million runs, then
-    one private row is left out for nothing.
+    Python's own hash of bytes: 64 bits, fast, under a key that each process draws anew, unless PYTHONHASHSEED fixes it,
+    and never writes down. Should two different rows share a number, which for a million against a million happens once
+    in ten million runs, then one private row is left out for nothing.
     """
-    parts = [t.detach().cpu().reshape(len(t), math.prod(t.shape[1:])).view(torch.uint8) for t in columns]
+    parts = [t.detach().cpu().reshape(len(t), math.prod(t.shape[1:])).contiguous().view(torch.uint8) for t in columns]
     return [hash(row.tobytes()) for row in torch.cat(parts, dim=1).numpy()]
 
 
@@ -56,5 +66,9 @@ def _as_private(rows: Batch, schema: Schema) -> Tensors | None:
     if structure != schema.structure:
         return None
     pairs = list(zip(columns, schema.leaves, strict=True))
-    alike = all(isinstance(t, torch.Tensor) and t.shape[1:] == like.shape for t, like in pairs)
+    alike = all(isinstance(t, torch.Tensor) and _fits(t, like) for t, like in pairs)
     return [t.to(like.dtype) for t, like in pairs] if alike else None
+
+
+def _fits(column: torch.Tensor, like: torch.Tensor) -> bool:
+    return column.shape[1:] == like.shape and torch.can_cast(column.dtype, like.dtype)
