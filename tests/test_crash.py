@@ -50,7 +50,8 @@ def test_the_disk_keeps_what_was_synced_and_nothing_else(tmp_path: Path, monkeyp
     _os.make_folder(root / "a" / "b")
     _os.write_atomically(root / "a" / "b" / "kept", b"one")
     _os.append_durably(root / "a" / "b" / "kept", b" two")
-    (root / "a" / "b" / "kept").open("ab").write(b" lost")
+    with (root / "a" / "b" / "kept").open("ab") as file:
+        file.write(b" lost")
     (root / "a" / "b" / "new").write_bytes(b"lost")  # no sync at all
     os.replace(root / "old", root / "renamed")  # no sync of the folder
     after = disk.cut(tmp_path / "after").root
