@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -344,6 +345,7 @@ def main(folder: Path, rank: int, size: int, names: list[str]) -> None:
         tensors, about = SCENARIOS[name](folder / name)
         save_file({k: t.contiguous() for k, t in tensors.items()}, folder / f"{name}.{rank}.safetensors")
         (folder / f"{name}.{rank}.json").write_text(json.dumps(about))
+    time.sleep(0.5)  # for gloo's threads, as in examples/distributed.py
     dist.destroy_process_group()
 
 
