@@ -37,6 +37,7 @@ from halfsilver.mirror import (
     clip_released,
     cosine,
 )
+from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import BackendName, Speed
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.users import InProcess, PrivateUsers
@@ -102,6 +103,17 @@ def federated(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: int 
     users = lambda records: InProcess(PrivateUsers(records), LocalTraining(lr=1.0, batch_size=1))  # noqa: E731
     audited = trainer_loop("federated", private=users)
     return audited(replace(plan, unit="user"), folder, replace(layout, layer="embedding"), unsafe_seed)
+
+
+def keyed_users(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: int | None = None) -> Observation:
+    """Users with several records each, by keys: every row of the data belongs to the user of some canary."""
+
+    def private(records: WatchedRecords) -> PrivateData:
+        owners = records.canaries.copy()
+        owners[owners < 0] = np.arange((owners < 0).sum())
+        return PrivateData(_Rows(records), users=owners, example=records.example)
+
+    return trainer_loop("users by key", private=private)(replace(plan, unit="user"), folder, layout, unsafe_seed)
 
 
 # ---- two processes
@@ -280,6 +292,7 @@ LOOPS: dict[str, Run] = {
     **{f"map/{name}": trainer_loop(f"map/{name}", mirror=mirror) for name, mirror in MAPS.items()},
     "attach_mirror": opacus_loop,
     "federated": federated,
+    "users by key": keyed_users,
     "linear model": linear_model,
     "two processes": two_processes,
 }

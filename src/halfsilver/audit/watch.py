@@ -26,7 +26,7 @@ class Watch:
     """Notes the bank, and a digest of all other parameters, after every step of any optimizer inside `watching`."""
 
     def __init__(self, order: Array, canaries: int, bank: Callable[[Optimizer], Array], rest: Tensors) -> None:
-        self._order, self._canaries, self._bank, self._rest = order, canaries, bank, rest
+        self.order, self._canaries, self._bank, self._rest = order, canaries, bank, rest
         self._reads: list[Array] = []
         self._digest = hashlib.sha256()
         self.numbers: list[Array] = []
@@ -34,7 +34,7 @@ class Watch:
 
     def read(self, indices: Any) -> None:
         """These records of the data are being read."""
-        numbers = self._order[indices if isinstance(indices, slice) else np.asarray(indices)]
+        numbers = self.order[indices if isinstance(indices, slice) else np.asarray(indices)]
         self._reads.append(np.bincount(numbers[numbers >= 0], minlength=self._canaries))
 
     def forget_first(self) -> None:
@@ -71,13 +71,18 @@ class WatchedRecords:
     fixed_shape: ClassVar[bool] = True
 
     def __init__(self, columns: Batch, watch: Watch, example: Any) -> None:
-        self._columns, self._watch, self._example = columns, watch, example
+        self._columns, self._watch, self.example = columns, watch, example
 
     def size(self) -> int:
         return batch_rows(self._columns)
 
+    @property
+    def canaries(self) -> Array:
+        """The number of each record among the canaries; -1 for a row of the data."""
+        return self._watch.order
+
     def schema(self) -> Schema:
-        return Schema.of_record(self._example)
+        return Schema.of_record(self.example)
 
     def fetch(self, indices: torch.Tensor | slice, schema: Schema) -> Batch:
         self._watch.read(indices)
