@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfsilver._distributed import World
 from halfsilver._sharded import replicated, reshard, unwrapped, whole_model
-from halfsilver._tensors import LossFn, Tensors, norm, trainable
+from halfsilver._tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.averaging import Average, AverageKind, copy_to
 from halfsilver.errors import BudgetExceeded, ConfigError
 from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, PublicLoss, pretrain
@@ -204,7 +204,7 @@ class Trainer:
         """
         reshard(self.model)
         metrics = {"loss": self.loss_fn, **self.metrics}
-        with _eval_mode(self.model), self._state.average.in_place_of(trainable(self.model)):
+        with eval_mode(self.model), self._state.average.in_place_of(trainable(self.model)):
             if not isinstance(data, PrivateData):
                 return {name: PublicLoss(self.model, fn, data).value() for name, fn in metrics.items()}
             if not self.metrics_not_private:
@@ -323,14 +323,3 @@ class Trainer:
             # Only if it is not the default, so that run folders without it can still be opened.
             **({} if self.skip_public_copies else {"skip_public_copies": False}),
         }
-
-
-@contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ def study_of_task(
     delta: float | None = None,
     seeds: int = 3,
     cold_seeds: int | None = None,
-    methods: Sequence[str] = METHODS,
     search: str = "public",
     quick: bool = False,
     out: Path | None = None,
@@ -49,7 +47,7 @@ def study_of_task(
         recipe=made,
         epsilon=epsilon,
         delta=_delta(delta, more),
-        seeds=seeds_for(methods, seeds, cold_seeds),
+        seeds=seeds_for(METHODS, seeds, cold_seeds),
         search=SEARCH[search],
         quick=quick,
         options=options,

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from halfsilver import _os, checkpoint
-from halfsilver._tensors import trainable
+from halfsilver._tensors import eval_mode, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.mirror import Clock, Euclidean, FirstOrder, MirrorMap, chain, clip_released, cosine
 from halfsilver.mirror.rows import PublicRows
@@ -179,12 +179,10 @@ def _mean(values: Tensor) -> float | None:
 @torch.no_grad()
 def per_example(model: nn.Module, fn: Any, data: Any) -> Tensor:
     """One value for each public row, in eval mode."""
-    rows, device, mode = PublicRows(data), trainable(model)[0].device, model.training
-    model.eval()
+    rows, device = PublicRows(data), trainable(model)[0].device
     pieces = (slice(i, i + _ROWS_AT_ONCE) for i in range(0, len(rows), _ROWS_AT_ONCE))
-    values = torch.cat([fn(model, rows.batch(piece, device)).cpu() for piece in pieces])
-    model.train(mode)
-    return values
+    with eval_mode(model):
+        return torch.cat([fn(model, rows.batch(piece, device)).cpu() for piece in pieces])
 
 
 def _trace(job: Run, plan: PrivacyPlan, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

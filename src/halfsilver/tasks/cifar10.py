@@ -11,7 +11,7 @@ from halfsilver._tensors import Batch
 from halfsilver.study.problem import Problem
 from halfsilver.tasks import files
 from halfsilver.tasks.augment import mixed, recoloured, with_hole
-from halfsilver.tasks.images import image_accuracy, image_loss, mirrored, moved, split_rows
+from halfsilver.tasks.images import image_problem, mirrored, moved
 from halfsilver.tasks.networks import cifar_cnn
 from halfsilver.tasks.split import VALIDATION_ROWS, Split, public_share
 
@@ -23,19 +23,19 @@ _COLOUR, _MIX = 0.25, 0.4
 def problem(data: Path, *, seed: int = 0, public: int | None = None, validation: int = VALIDATION_ROWS) -> Problem:
     """The task from the files under `data`/cifar-10-batches-bin; 4 % of the rows are public unless `public` says so.
 
-    The number of rows is a published constant. `validation` rows are set aside for a search.
+    `validation` rows are set aside for a search.
     """
     train, test = files.cifar10(data, "train"), files.cifar10(data, "test")
-    rows = len(train[1])
-    split = Split(seed=seed, public=public_share(rows) if public is None else public, validation=validation)
-    about = {"data": "CIFAR-10", "split": split.about(rows), "test_rows": len(test[1]), "stamps": []}
-    return Problem(
+    public = public_share(len(train[1])) if public is None else public
+    return image_problem(
+        train,
+        test,
+        Split(seed=seed, public=public, validation=validation),
+        data="CIFAR-10",
+        scale=scale,
+        pixels="(x / 255 - 0.5) / 0.25",
         make_model=make_model,
-        loss_fn=image_loss(scale),
-        metrics={"accuracy": image_accuracy(scale)},
         augment=augment,
-        about={**about, "pixels": "(x / 255 - 0.5) / 0.25"},
-        **split_rows(train, test, split),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from halfsilver._tensors import Batch
 from halfsilver.study.problem import Problem
 from halfsilver.tasks import files
-from halfsilver.tasks.images import image_accuracy, image_loss, moved, repeated, split_rows
+from halfsilver.tasks.images import image_problem, moved, repeated
 from halfsilver.tasks.networks import emnist_cnn
 from halfsilver.tasks.split import VALIDATION_ROWS, Split, public_share
 
@@ -20,19 +20,19 @@ _SHIFT = 2  # pixels; letters are not mirrored, which would make others of them
 def problem(data: Path, *, seed: int = 0, public: int | None = None, validation: int = VALIDATION_ROWS) -> Problem:
     """The task from the files under `data`/EMNIST/raw; 4 % of the training rows are public unless `public` says so.
 
-    The number of rows is that of the file, a published constant. `validation` rows are set aside for a search.
+    `validation` rows are set aside for a search.
     """
     train, test = files.emnist(data, "train"), files.emnist(data, "test")
-    rows = len(train[1])
-    split = Split(seed=seed, public=public_share(rows) if public is None else public, validation=validation)
-    about = {"data": "EMNIST ByMerge", "split": split.about(rows), "test_rows": len(test[1]), "stamps": []}
-    return Problem(
+    public = public_share(len(train[1])) if public is None else public
+    return image_problem(
+        train,
+        test,
+        Split(seed=seed, public=public, validation=validation),
+        data="EMNIST ByMerge",
+        scale=scale,
+        pixels="divided by 255",
         make_model=make_model,
-        loss_fn=image_loss(scale),
-        metrics={"accuracy": image_accuracy(scale)},
         augment=augment,
-        about={**about, "pixels": "divided by 255"},
-        **split_rows(train, test, split),
     )
 
 

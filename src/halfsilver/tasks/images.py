@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfsilver._tensors import Batch, LossFn
+from halfsilver.study.problem import Problem
 from halfsilver.tasks.split import CURVE_ROWS, Split, permutation
 
 Rows = tuple[Tensor, Tensor]  # images, labels
@@ -40,18 +41,28 @@ def image_accuracy(scale: Scale) -> LossFn:
     return accuracy
 
 
-def split_rows(train: Rows, test: Rows, split: Split) -> dict[str, Any]:
-    """The data of a `Problem`; curves are drawn on at most 10,000 test rows, the same ones whatever the split."""
-    parts, tests = split.parts(len(train[1])), len(test[1])
+def image_problem(
+    train: Rows, test: Rows, split: Split, *, data: str, scale: Scale, pixels: str, **own: Any
+) -> Problem:
+    """The task on these rows; curves are drawn on at most 10,000 test rows, the same ones whatever the split.
+
+    `pixels` says in words what `scale` does, for the record. The number of rows is a published constant.
+    """
+    rows, tests = len(train[1]), len(test[1])
+    parts = split.parts(rows)
     drawn = permutation(tests, 0)[:CURVE_ROWS] if tests > CURVE_ROWS else None
-    return {
-        "private": take(train, parts.private),
-        "public": take(train, parts.public),
-        "validation": take(train, parts.validation) if split.validation else None,
-        "test": test,
-        "curve": None if drawn is None else take(test, drawn),
-        "population": len(parts.private),
-    }
+    return Problem(
+        loss_fn=image_loss(scale),
+        metrics={"accuracy": image_accuracy(scale)},
+        private=take(train, parts.private),
+        public=take(train, parts.public),
+        validation=take(train, parts.validation) if split.validation else None,
+        test=test,
+        curve=None if drawn is None else take(test, drawn),
+        population=len(parts.private),
+        about={"data": data, "split": split.about(rows), "test_rows": tests, "stamps": [], "pixels": pixels},
+        **own,
+    )
 
 
 def take(rows: Rows, index: Tensor) -> Rows:
