@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 PICTURES = Path("docs/pictures/studies")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 NOTHING = "No results committed yet."
-TITLES = {"emnist": "EMNIST", "cifar10": "CIFAR-10", "wikitext2": "WikiText-2"}
+TITLES = {"emnist": "EMNIST", "cifar10": "CIFAR-10", "wikitext2": "WikiText-2", "stackexchange": "Stack Exchange"}
+TEXT = ("wikitext2", "stackexchange")  # whose loss has a perplexity
 _NAME = re.compile(r"(?P<task>[a-z0-9]+)-eps(?P<epsilon>[0-9.]+)(?:-(?P<name>[\w-]+))?")
 
 
@@ -82,7 +83,9 @@ class Study:
         return "; ".join(stamp.partition(":")[0] for stamp in self.summary["stamps"])
 
     def about(self) -> list[str]:
-        return [self.title, self.budget, f"{self.summary['recipe']['epochs']:g}"]
+        recipe = self.summary["recipe"]
+        length = f"{recipe['rounds']} rounds" if recipe.get("rounds") else f"{recipe['epochs']:g}"
+        return [self.title, self.budget, length]
 
     def methods(self) -> list[str]:
         """Those with a finished run."""
@@ -93,7 +96,11 @@ class Study:
         mean = self.found["means"].get(method, {}).get(metric)
         if mean is None:
             return ""
-        return " ".join(with_interval(mean, metric)).strip() if mean["n"] else "diverged"
+        if not mean["n"]:
+            return "diverged"
+        perplexity = metric == "loss" and self.summary["task"] in TEXT
+        end = f"(perplexity {math.exp(mean['mean']):.1f})" if perplexity else ""
+        return " ".join(part for part in (*with_interval(mean, metric), end) if part)
 
     def short(self, method: str) -> str:
         """Accuracy, where there is one, and loss; means alone."""

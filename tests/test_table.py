@@ -74,6 +74,13 @@ def test_pages_without_studies(root: Path) -> None:
     assert run(root, "--check") == 0
 
 
+def test_text_has_a_perplexity_and_users_have_rounds() -> None:
+    study = Study("stackexchange-eps8", summary(task="stackexchange", recipe={"rounds": 100, "epochs": None}))
+    assert study.about() == ["Stack Exchange", "25.8 (10⁻⁶)", "100 rounds"]
+    assert study.cell("cold", "loss") == "0.9000 (perplexity 2.5)"  # exp(0.9) = 2.4596
+    assert study.cell("cold", "accuracy") == "70.00 %"
+
+
 def test_written_once_checked_and_out_of_date_when_a_study_changes(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
