@@ -221,6 +221,15 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
         tff_users(path, encode=tokens)
 
 
+@pytest.mark.parametrize("index", [b"INDEX", b"INDXX"])
+def test_names_in_the_file_that_are_not_text(index: bytes, tmp_path: Path) -> None:
+    """In the second case SQLite's own message quotes the name, and Python cannot read the message."""
+    path = database(tmp_path / "users.sqlite", [("a", "train")], FOUND)
+    path.write_bytes(path.read_bytes().replace(b"idx_", b"\xffdx_").replace(b"CREATE INDEX", b"CREATE " + index))
+    with pytest.raises(PrivateDataError, match="cannot be read: (Could not decode to UTF-8|'utf-8' codec)"):
+        tff_users(path, encode=tokens)
+
+
 def test_keys_of_two_types_are_refused(tmp_path: Path) -> None:
     """As numbers '1' and '01' are one: two people of the one table would read the same rows of the other."""
     path = tmp_path / "mixed.sqlite"

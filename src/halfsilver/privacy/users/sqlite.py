@@ -43,6 +43,7 @@ class Tables:
         return text.format(**names)
 
 
+_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter from names of tables or indices that are not text
 _NAMED = "SELECT {key} FROM {users} WHERE rowid = ? AND {split} = ?"
 _FIRST = "SELECT min(rowid) FROM {users} WHERE {key} = ? AND {split} = ?"
 _VALUES = "SELECT {value} FROM {examples} WHERE {key} = ? AND {split} = ? ORDER BY rowid LIMIT ?"
@@ -67,7 +68,7 @@ class SqliteUsers:
             _require_indexed(self._database(), self.__tables)
             _require_text(self._database(), self.__tables)
             self.__rowids = _rowids(self._database(), self.__tables, split)
-        except sqlite3.Error as error:
+        except _UNREADABLE as error:
             raise PrivateDataError(f"The file {self.file.path} cannot be read: {error}. {self.__tables}") from error
 
     def __repr__(self) -> str:
@@ -85,7 +86,7 @@ class SqliteUsers:
         self.file.require_unchanged()
         try:
             values = self._values(int(self.__rowids[user]), limit)
-        except sqlite3.Error:  # not shown: it may quote what is stored
+        except _UNREADABLE:  # not shown: it may quote what is stored
             raise PrivateDataError(f"The rows of a user cannot be read from {self.file.path}.") from None
         return take_rows(self.__encode(values), slice(limit))
 
