@@ -220,12 +220,6 @@ def test_a_lost_checkpoint_of_a_finished_run_is_an_error(tmp_path: Path) -> None
         trainer().fit(rows(400), run_dir=tmp_path)
 
 
-def test_private_rows_as_test_rows_are_refused(tmp_path: Path) -> None:
-    data = rows(400)
-    with pytest.raises(ConfigError, match="must be public"):
-        trainer().fit(data, run_dir=tmp_path, test=data)
-
-
 def test_averages_in_half_precision_do_not_stall() -> None:
     average = Average(0.999)
     for i in range(2000):
@@ -303,17 +297,6 @@ def test_unsafe_seed_reproduces_and_os_entropy_does_not(tmp_path: Path) -> None:
         ends.append(weights(t.model))
     assert torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[2], ends[3])
-
-
-def test_config_mistakes_are_named(tmp_path: Path) -> None:
-    model = network()
-    with pytest.raises(ConfigError, match="exactly the trainable parameters"):
-        trainer(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=1))  # type: ignore[index]
-    with pytest.raises(ConfigError, match="needs public data"):
-        trainer(mirror=hs.FirstOrder(0.5)).fit(rows(400), run_dir=tmp_path / "a")
-    trainer().fit(rows(400), run_dir=tmp_path / "b")
-    with pytest.raises(ConfigError, match="Expected plan of the run"):
-        trainer(plan=plan(steps=21)).fit(rows(400), run_dir=tmp_path / "b")
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:

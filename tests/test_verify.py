@@ -233,15 +233,3 @@ def test_calibrate_command() -> None:
 def test_verify_command(finished_run: Path) -> None:
     assert json.loads(call("verify", str(finished_run), "--json").stdout)["ok"] is True
     assert "Verified" in call("verify", str(finished_run)).stdout
-
-
-def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["halfsilver", "verify", "/nowhere"])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("halfsilver: ")
-    assert "config.json" in error
-    assert len(error.splitlines()) == 1

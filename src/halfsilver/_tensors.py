@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from halfsilver._distributed import World
 from halfsilver._sharded import is_sharded, local
+from halfsilver.errors import ConfigError
 
 Tensors = list[Tensor]
 Batch = Any  # a tensor, or a tuple, list or dict of tensors, with the example on dimension 0
@@ -93,6 +94,18 @@ def batch_rows(batch: Batch) -> int:
     """Number of examples in a batch."""
     leaves = batch_leaves(batch)
     return leaves[0].shape[0] if leaves else 0
+
+
+def one_loss_each(losses: Any, batch: Batch) -> Tensor:
+    """What a loss function returned, if it is one loss per example; a mean would have no per-example gradient."""
+    rows = batch_rows(batch)
+    if isinstance(losses, Tensor) and losses.shape == (rows,):
+        return losses
+    got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+    raise ConfigError(
+        f"Expected loss_fn(model, batch) to return one loss per example, shape ({rows},); got {got}. "
+        'Use reduction="none", and average over any further dimensions yourself.'
+    )
 
 
 def csr_tensor(starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:

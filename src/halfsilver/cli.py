@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-from halfsilver.errors import HalfsilverError, MissingExtra
+from halfsilver.__main__ import main
+from halfsilver.errors import MissingExtra, require
 from halfsilver.privacy.plan import PrivacyPlan
 
 try:
@@ -18,19 +19,32 @@ try:
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtra("typer", "cli") from error
 
-from halfsilver import cli_audit, cli_overlap, cli_studies
+from halfsilver import cli_audit, cli_doctor, cli_overlap, cli_studies
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Private training with public data as the mirror.",
-)
+__all__ = ["app", "main"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 SamplingRate = Annotated[float, typer.Option(help="Probability that an example is in a step's batch; 1: all of them.")]
 Steps = Annotated[int, typer.Option(help="Number of private steps.")]
 Delta = Annotated[float, typer.Option(help="Delta of the guarantee.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(version("halfsilver"))
+        raise typer.Exit
+
+
+@app.callback()
+def _app(
+    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Private training with public data as the mirror.
+
+    Exit codes: 0 fine, 1 a check failed or an alarm, 2 wrong use.
+    """
 
 
 @app.command()
@@ -89,6 +103,7 @@ def verify(
     """Recompute a run's epsilon from its ledger, and check chain, checkpoint and statement."""
     from halfsilver.verify import verify as check
 
+    require(run.is_dir(), "run", str(run), "to be a run folder, with a config.json in it")
     report = check(run, ledger, head_file)
     statement = report["statement"]
     rows = {
@@ -105,7 +120,15 @@ def verify(
     _show(report, as_json, "Verified: chain, checkpoint and statement agree", rows)
 
 
-for command in (cli_studies.compare, cli_studies.run, cli_studies.report, cli_overlap.overlap, cli_audit.audit):
+for command in (
+    cli_studies.compare,
+    cli_studies.run,
+    cli_studies.report,
+    cli_overlap.overlap,
+    cli_audit.audit,
+    cli_doctor.doctor,
+    cli_doctor.schema,
+):
     app.command()(command)
 
 
@@ -122,12 +145,3 @@ def _show(out: Mapping[str, Any], as_json: bool, title: str, rows: Mapping[str, 
     for name, value in rows.items():
         table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
     Console().print(table)
-
-
-def main() -> None:
-    """Entry point: a mistake is one line on stderr and exit code 2; a traceback is a bug."""
-    try:
-        app()
-    except HalfsilverError as error:
-        typer.echo(f"halfsilver: {error}", err=True)
-        sys.exit(2)

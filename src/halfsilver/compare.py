@@ -11,6 +11,7 @@ from torch import nn
 
 from halfsilver._tensors import LossFn
 from halfsilver.errors import ConfigError, require
+from halfsilver.mirror.rows import PublicRows
 from halfsilver.study.arena import SearchMode
 from halfsilver.study.jobs import Tell
 from halfsilver.study.problem import METHODS, Augment, Grid, Pretrain, Problem, Recipe
@@ -77,6 +78,7 @@ def compare(
     """
     require(search in SEARCH, "search", search, f"in {tuple(SEARCH)}")
     recipe = _recipe(recipe, batch_size, epochs)
+    PublicRows(public).warn_if_many(population)
     problem = Problem(
         make_model=make_model,
         loss_fn=loss_fn,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfsilver import checkpoint
 from halfsilver._distributed import World
-from halfsilver.errors import CheckpointCorrupt, require
+from halfsilver.errors import CheckpointCorrupt
 from halfsilver.privacy.accounting import epsilon_of
 from halfsilver.privacy.ledger import Head, Ledger
 from halfsilver.privacy.ledger_records import is_head
@@ -56,7 +56,7 @@ class Session:
         """Lock the run folder, and make or check its config. A run that has begun must find its ledger again."""
         folder, world = RunFolder(run_dir), world or World()
         delta = default_delta(plan) if delta is None else delta
-        require(0 < delta < 1, "delta", delta, "in (0, 1)")
+        plan.check_delta(delta)
         mine: Ledger | None = None
 
         def claim() -> tuple[str, bool]:

@@ -17,7 +17,7 @@ from halfsilver._distributed import World
 from halfsilver._sharded import replicated, reshard, unwrapped, whole_model
 from halfsilver._tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.averaging import Average, AverageKind, copy_to
-from halfsilver.errors import BudgetExceeded, ConfigError
+from halfsilver.errors import BudgetExceeded, ConfigError, require
 from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, PublicLoss, pretrain
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
@@ -111,18 +111,31 @@ class Trainer:
     checkpoint_seconds: float = 30.0
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         self.model = unwrapped(self.model)
         reshard(self.model)
         if self.device is not None:
             self.model.to(self.device)
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        if held != {id(p) for p in trainable(self.model)}:
+        learns = {id(p) for p in trainable(self.model)}
+        require(len(learns) > 0, "number of trainable parameters", 0, "at least 1", "Unfreeze some: requires_grad_().")
+        if held != learns:
             raise ConfigError(
                 "Expected the optimizer to hold exactly the trainable parameters of the model. Make it from "
                 "[p for p in model.parameters() if p.requires_grad], after freezing layers."
             )
         self._state = TrainState(step=0, mirror={}, average=Average(self.average))
         self._fitted, self._public_example = False, None
+
+    def _check_kinds(self) -> None:
+        kinds = {"model": torch.nn.Module, "optimizer": Optimizer, "plan": PrivacyPlan}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            require(isinstance(value, kind), name, value, f"to be a {kind.__name__}")
+        # asked of the type, so that a class in the place of its instance is refused as well
+        require(hasattr(type(self.mirror), "direction"), "mirror", self.mirror, "to be a map such as FirstOrder(0.9)")
+        if self.scheduler is not None and self.scheduler.optimizer is not self.optimizer:
+            raise ConfigError("Expected the scheduler to be made for the optimizer that the Trainer is given.")
 
     def pretrain(self, public: Any, **options: Any) -> PretrainResult:
         """theta_0 = argmin Psi on public data; options as in `halfsilver.mirror.pretrain`."""
@@ -148,8 +161,10 @@ class Trainer:
         `ledger` is the data set's own ledger where several runs share it (default: one in the run folder). `test` must
         be public data unless ``metrics_not_private=True``; it is evaluated every `test_every` steps and at the end.
         """
-        if test is not None and test is private and not isinstance(private, PrivateData):
-            raise ConfigError("The private data were given as test=, which must be public. Use other rows.")
+        handle = isinstance(private, PrivateData)  # as test data, `evaluate` has its own word about one
+        shown = {"public": isinstance(public, PrivateData) or public is private, "test": test is private and not handle}
+        for name in (name for name, is_private in shown.items() if is_private):
+            raise ConfigError(f"The private data were given as {name}=, which must be public. Use other rows.")
         private = private if isinstance(private, PrivateData | Engine) else PrivateData(private)
         psi = None if public is None else self._public_loss(public)
         reshard(self.model)
@@ -159,6 +174,8 @@ class Trainer:
             "plan, options and arguments", [self.plan.to_dict(), config, asked], "Run the same script on all of them."
         )
         world.spread(replicated(self.model))
+        if psi is not None:
+            psi.check()
         with Session.open(run_dir, ledger, self.plan, config=config, delta=delta, world=world) as session:
             saved = session.load()
             source = self._source(session, private, psi)
@@ -225,7 +242,10 @@ class Trainer:
     def _public_loss(self, public: Any) -> PublicLoss:
         if isinstance(public, PublicLoss):
             return public
-        return PublicLoss(self.model, self.public_loss_fn or self.loss_fn, public, batch_size=self.public_batch_size)
+        psi = PublicLoss(self.model, self.public_loss_fn or self.loss_fn, public, batch_size=self.public_batch_size)
+        if self.plan.unit == "example":
+            psi.rows.warn_if_many(self.plan.population)
+        return psi
 
     @property
     def _device(self) -> torch.device:

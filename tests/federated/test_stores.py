@@ -226,7 +226,7 @@ def test_names_in_the_file_that_are_not_text(index: bytes, tmp_path: Path) -> No
     """In the second case SQLite's own message quotes the name, and Python cannot read the message."""
     path = database(tmp_path / "users.sqlite", [("a", "train")], FOUND)
     path.write_bytes(path.read_bytes().replace(b"idx_", b"\xffdx_").replace(b"CREATE INDEX", b"CREATE " + index))
-    with pytest.raises(PrivateDataError, match="cannot be read: (Could not decode to UTF-8|'utf-8' codec)"):
+    with pytest.raises(PrivateDataError, match=r"cannot be read: (Could not decode to UTF-8|'utf-8' codec)"):
         tff_users(path, encode=tokens)
 
 

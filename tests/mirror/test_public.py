@@ -210,7 +210,7 @@ def test_refusals_say_what_to_do() -> None:
         PublicLoss(model, squared, (X[:0], Y[:0]))
     with pytest.raises(ConfigError, match="batch_size=0"):
         PublicLoss(model, squared, (X, Y), batch_size=0)
-    with pytest.raises(ConfigError, match=r"shape \(30,\), got \(\)"):
+    with pytest.raises(ConfigError, match=r"shape \(30,\); got shape \(\)"):
         PublicLoss(model, lambda m, b: squared(m, b).mean(), (X, Y)).gradient()
     with pytest.raises(ConfigError, match="trainable"):
         PublicLoss(network().requires_grad_(False), squared, (X, Y))

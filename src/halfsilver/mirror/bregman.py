@@ -73,10 +73,10 @@ class Bregman(_ExactStep):
     """theta_{t+1} = argmin over C of lr <released, theta> + B_Psi(theta, theta_t): Algorithm 1, line 5.
 
     The direction is (theta_t - theta_{t+1}) / lr, so the step is exact with plain SGD. Psi is the loss on
-    the whole public set plus damping/2 |theta|^2, any convex loss; `quadratic=True` promises that it is
+    the whole public set plus ``damping/2 |theta|^2``, any convex loss; ``quadratic=True`` promises that it is
     quadratic (checked) and takes the closed form in the eigenbasis of its Hessian.
 
-    The residual of the mirror equation is at most `tolerance` * max(1, |dual|). A loss without strong
+    The residual of the mirror equation is at most ``tolerance * max(1, |dual|)``. A loss without strong
     convexity (logistic regression) may have no solution for a large step: give it some damping.
     """
 
@@ -100,7 +100,7 @@ class Bregman(_ExactStep):
 @final
 @dataclass(frozen=True, kw_only=True)
 class DualAveraging(_ExactStep):
-    """theta_{t+1} = argmin over C of <sum of lr_i released_i, theta> + Psi(theta) + damping/2 |theta|^2.
+    """``theta_{t+1} = argmin over C of <sum of lr_i released_i, theta> + Psi(theta) + damping/2 |theta|^2``.
 
     The lazy form of mirror descent: only the running sum is kept, in float64 under "dual". Without a set,
     and started at the minimiser of the damped public loss, its iterates are those of `Bregman`.

@@ -21,13 +21,13 @@ class FallBack:
     """`mirror` while released and public gradients agree or may agree; plain DP-SGD once they clearly do not.
 
     To first order a step along the public gradient p lowers the private loss where the private gradient has a positive
-    projection on p, and raises it where that is negative. The projections of released gradients on p / |p| are summed
-    over about the last `memory` steps, and the sum is divided by the root of the sum of squares. Where no agreement
-    exists, and public batches are drawn anew in each step, the score is nearly a normal variable, whatever the scale of
-    the noise and however much the batches add to it. With the same public batch in every step, projections depend on
-    the steps before, and the score wanders further than that. The lowest score so far decides: down
-    to -`sigmas` alpha is that of the schedule, from -2 `sigmas` on it is 1, and in between it rises evenly. Alpha is
-    never below the schedule. A public gradient that is not finite is not used.
+    projection on p, and raises it where that is negative. The projections of released gradients on ``p / |p|`` are
+    summed over about the last `memory` steps, and the sum is divided by the root of the sum of squares. Where no
+    agreement exists, and public batches are drawn anew in each step, the score is nearly a normal variable, whatever
+    the scale of the noise and however much the batches add to it. With the same public batch in every step, projections
+    depend on the steps before, and the score wanders further than that. The lowest score so far decides: down to
+    -`sigmas` alpha is that of the schedule, from -2 `sigmas` on it is 1, and in between it rises evenly. Alpha is never
+    below the schedule. A public gradient that is not finite is not used.
 
     All of it is post-processing of released gradients, so it costs no privacy. The state "evidence" holds both sums and
     the trust: the share of 1 - alpha that is left to the public gradient.

@@ -46,7 +46,10 @@ class MirrorMap(Protocol):
 def need_public(public: PublicLoss | None, mirror: object) -> PublicLoss:
     """The public loss, or an error that says which map wanted it."""
     if public is None:
-        raise ConfigError(f"{type(mirror).__name__} needs public data, got public=None.")
+        raise ConfigError(
+            f"{type(mirror).__name__} needs public data, got public=None. Give fit(private, public, ...); "
+            "DP-SGD, which needs none, is Euclidean()."
+        )
     return public
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from halfsilver._random import own_randomness
-from halfsilver._tensors import Batch, LossFn, batch_rows, trainable
+from halfsilver._tensors import Batch, LossFn, batch_rows, eval_mode, trainable
 from halfsilver.averaging import Average
 from halfsilver.errors import require
+from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.rows import PublicRows, derive_seed
 from halfsilver.mirror.schedules import falling
 
@@ -65,11 +65,12 @@ def pretrain(
     for name, count in {"epochs": epochs, "patience": patience, "batch_size": batch_size}.items():
         require(count >= 1, name, count, "at least 1")
     require(0 <= lr_end <= 1, "lr_end", lr_end, "in [0, 1]")
+    PublicLoss(model, loss_fn, dataset).check()
     device = trainable(model)[0].device
     part = _Part(model=model, loss_fn=loss_fn, rows=rows, batch_size=batch_size, device=device)
     optimizer = optimizer or torch.optim.Adam(trainable(model), lr=1e-3)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: falling(epoch / epochs, lr_end))
-    with own_randomness(derive_seed(seed, "pretrain"), [device]), _flags_kept(model):
+    with own_randomness(derive_seed(seed, "pretrain"), [device]), eval_mode(model):
         order = torch.randperm(len(rows))
         train, test = order[held_out:], order[:held_out]
         transform = transform or (lambda batch: batch)
@@ -145,13 +146,3 @@ def _until_no_better(
     train_loss, holdout_loss = history[best]
     return PretrainResult(epochs=len(history) - 1, best_epoch=best, train_loss=train_loss,
                           holdout_loss=holdout_loss, history=tuple(history))  # fmt: skip
-
-
-@contextmanager
-def _flags_kept(model: nn.Module) -> Iterator[None]:
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch.func import functional_call
 
 from halfsilver._random import own_randomness
 from halfsilver._sharded import full, shard_of, whole_model
-from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, flatten, trainable
-from halfsilver.errors import ConfigError, require
+from halfsilver._tensors import LossFn, Tensors, eval_mode, flatten, one_loss_each, trainable
+from halfsilver.errors import ConfigError, HalfsilverError, require
 from halfsilver.mirror.rows import PublicRows, derive_seed, floating
 
 Part = Callable[[Tensor, Tensors], Tensors]  # (share of the loss, parameters) -> terms to be summed
@@ -50,6 +51,26 @@ class PublicLoss:
         self.batch_size, self.seed, self.chunk_size = batch_size, seed, chunk_size
         self.device = None if device is None else torch.device(device)
 
+    def check(self) -> None:
+        """Refuse rows on which the loss fails or is not finite, in eval mode; `ConfigError` says which and why."""
+        try:
+            with eval_mode(self.model):
+                value = self.value()
+        except (HalfsilverError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"loss_fn(model, batch) fails on public rows of {self.rows.kind()}: {error!r}. Make their shapes, "
+                "dtypes and labels fit the model."
+            ) from error
+        if not math.isfinite(value):
+            bad = self.rows.not_finite()
+            raise ConfigError(
+                f"The mean loss of the public rows is {value}: "
+                + (f"rows {bad[:5]} hold NaN or infinity. Leave them out, or fill them." if bad else
+                   "the rows are finite, so look at loss_fn and at the weights that the model starts from.")
+            )  # fmt: skip
+
     def value(self, params: Tensors | None = None, *, step: int | None = None) -> float:
         """Psi(params)."""
         with torch.no_grad():
@@ -84,7 +105,7 @@ class PublicLoss:
         with own_randomness(derive_seed(self.seed, step), [p.device for p in leaves]):
             for index, share in self._chunks(step):
                 batch = self.rows.batch(index, self.device or leaves[0].device, cast)
-                terms = part(self._losses(model, batch).sum() * share, leaves)
+                terms = part(one_loss_each(self.loss_fn(model, batch), batch).sum() * share, leaves)
                 total = [a + b for a, b in zip(total, terms, strict=True)] if total else terms
         return [t.detach() for t in total]
 
@@ -109,15 +130,6 @@ class PublicLoss:
         order = torch.randperm(total, generator=generator)[: self.batch_size]
         for index in torch.split(order, self.chunk_size):
             yield index, 1 / self.batch_size
-
-    def _losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        losses = self.loss_fn(model, batch)
-        if losses.shape != (batch_rows(batch),):
-            raise ConfigError(
-                f"Expected loss_fn to return one loss per example, shape ({batch_rows(batch)},), "
-                f"got {tuple(losses.shape)}. Use reduction='none' and average over all but dimension 0."
-            )
-        return losses
 
 
 def _gradient(loss: Tensor, leaves: Tensors, create_graph: bool = False) -> Tensors:

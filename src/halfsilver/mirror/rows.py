@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset, default_collate
 
-from halfsilver._tensors import Batch, batch_rows, map_batch
+from halfsilver._tensors import Batch, batch_leaves, batch_rows, map_batch
 from halfsilver.errors import ConfigError, require
+
+_log = logging.getLogger("halfsilver")
 
 
 class PublicRows:
@@ -55,6 +58,26 @@ class PublicRows:
     def example(self) -> Any:
         """One record as the data set gives it, for its shapes."""
         return self._dataset[0] if self._tensors is None else map_batch(lambda t: t[0], self._tensors)
+
+    def warn_if_many(self, population: float) -> None:
+        """Say so if there are as many public rows as private ones are declared: somebody may have swapped the two."""
+        if len(self) >= population:
+            _log.warning(
+                "Expected fewer public rows than private ones, got %d and, as declared, %.6g. Have the two changed "
+                "places? Public rows get no protection.", len(self), population,
+            )  # fmt: skip
+
+    def kind(self) -> str:
+        """Shapes and dtypes of one row, for people."""
+        return ", ".join(f"{tuple(t.shape[1:])} {t.dtype}" for t in batch_leaves(self._take(slice(0, 1))))
+
+    def not_finite(self) -> list[int]:
+        """Numbers of the rows that hold NaN or infinity."""
+        found: list[int] = []
+        for start, batch in zip(range(0, len(self), 1024), self.batches(1024), strict=True):
+            finite = [torch.isfinite(t.reshape(len(t), -1)).all(1) for t in batch_leaves(batch)]
+            found += [start + i for i, good in enumerate(torch.stack(finite).all(0).tolist()) if not good]
+        return found
 
     def _take(self, index: slice | Tensor) -> Batch:
         if self._tensors is not None:

@@ -205,6 +205,12 @@ def _as_records(records: Any) -> Records:
         if len({len(leaf) for leaf in leaves}) != 1:
             raise PrivateDataError("The tensors of a private data set must have the same number of rows.")
         return _TensorRecords(plain(records))
+    if leaves or hasattr(records, "iloc"):
+        held = sorted({type(leaf).__name__ for leaf in leaves} or {type(records).__name__})
+        raise PrivateDataError(
+            f"Expected the columns of private data as tensors, with the example on dimension 0; got {', '.join(held)}. "
+            "Turn each into one by torch.as_tensor."
+        )
     if not (hasattr(records, "__getitem__") and hasattr(records, "__len__")):
         raise PrivateDataError(f"Expected private data with __len__ and __getitem__, or tensors; got {type(records)}.")
     return _DatasetRecords(records)

@@ -52,11 +52,25 @@ class PrivacyPlan:
             self.spare_steps,
             ">= 0 and whole",
         )
-        require(0 < self.sampling_rate <= 1, "sampling_rate", self.sampling_rate, "in (0, 1]")
+        rate = "It is the chance of a record to be in a batch: the batch size over the number of records."
+        require(0 < self.sampling_rate <= 1, "sampling_rate", self.sampling_rate, "in (0, 1]", rate)
         for name in ("expected_batch_size", "noise_multiplier", "max_grad_norm"):
             value = getattr(self, name)
             require(0 < value <= sys.float_info.max, name, value, "in (0, inf)")  # a whole number may be beyond
         require(self.unit in ("example", "user"), "unit", self.unit, "in ('example', 'user')")
+
+    @property
+    def population(self) -> float:
+        """How many units the declared constants speak of: expected_batch_size / sampling_rate. Nobody counts them."""
+        return self.expected_batch_size / self.sampling_rate
+
+    def check_delta(self, delta: float) -> None:
+        """Refuse a delta above 1 / population: publishing one record in full, drawn at random, would be within it."""
+        require(0 < delta < 1, "delta", delta, "in (0, 1)")
+        hint = (
+            f"The plan speaks of {self.population:.6g} {self.unit}s; with more, a guarantee would allow to publish one."
+        )
+        require(delta * self.population <= 1 + 1e-9, "delta", delta, f"at most {1 / self.population:.3g}", hint)
 
     @property
     def sampler(self) -> str:
@@ -99,7 +113,6 @@ class PrivacyPlan:
     ) -> PrivacyPlan:
         """The plan with the least noise (to 0.01 %) whose epsilon is at most `epsilon`; never above it."""
         require(math.isfinite(epsilon) and epsilon > 0, "epsilon", epsilon, "in (0, inf)")
-        require(0 < delta < 1, "delta", delta, "in (0, 1)")
         base = cls(
             steps=steps,
             sampling_rate=sampling_rate,
@@ -109,6 +122,7 @@ class PrivacyPlan:
             unit=unit,
             spare_steps=spare_steps,
         )
+        base.check_delta(delta)
         # Cheap accountants, never below the exact one, find the neighbourhood for the dear ones.
         stages: list[tuple[Accountant, float]] = [("rdp", 0.0), ("pld", 1e-3), ("pld", PLD_INTERVAL)]
         sigma, step = 1.0, 1.1

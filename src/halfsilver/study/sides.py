@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from halfsilver._local import LocalTraining
 from halfsilver._tensors import LossFn
 from halfsilver.errors import ConfigError
+from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.users import PublicUsers
 from halfsilver.privacy.data import PrivateData
@@ -28,10 +28,11 @@ def private_side(problem: Problem, recipe: Recipe) -> PrivateData | Engine:
     return PrivateData(private, example=PublicRows(problem.public).example())
 
 
-def public_side(model: nn.Module, problem: Problem, recipe: Recipe) -> Any:
+def public_side(model: nn.Module, problem: Problem, recipe: Recipe) -> PublicLoss:
     """The public rows; or public users who train as the private ones do, each clipped as they are."""
     if problem.public_users is None:
-        return problem.public
+        loss_fn = public_loss_fn(problem, recipe) or problem.loss_fn
+        return PublicLoss(model, loss_fn, problem.public, batch_size=recipe.public_batch_size)
     local = _local(recipe)
     return PublicUsers(
         model,

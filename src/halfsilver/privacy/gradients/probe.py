@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfsilver._random import own_randomness
-from halfsilver._tensors import Batch, LossFn, batch_rows, map_batch
+from halfsilver._tensors import Batch, LossFn, batch_leaves, map_batch, one_loss_each
 from halfsilver.errors import ConfigError, UnsupportedLayer
 
 PROBE_ROWS = 4
@@ -25,7 +25,6 @@ def probe(model: torch.nn.Module, loss_fn: LossFn, batch: Batch) -> None:
     with _untouched(model), torch.no_grad():
         before = {name: t.clone() for name, t in _tensors(model)}
         losses = _losses(model, loss_fn, batch)
-        _check_shape(losses, batch)
         _check_unchanged(model, before)
         if not torch.isfinite(losses).all():
             raise ConfigError(
@@ -46,22 +45,15 @@ def probe(model: torch.nn.Module, loss_fn: LossFn, batch: Batch) -> None:
 def _losses(model: torch.nn.Module, loss_fn: LossFn, batch: Batch) -> Tensor:
     torch.manual_seed(0)  # dropout must draw the same masks in each of the passes that are compared
     try:
-        return loss_fn(model, batch)
+        losses = loss_fn(model, batch)
     except Exception as error:
+        shown = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in batch_leaves(batch))
         raise ConfigError(
-            f"loss_fn(model, batch) fails on made-up examples: {error!r}. If they are not valid input for your model, "
-            "give one that is: PrivateData(..., example=...)."
+            f"loss_fn(model, batch) fails on made-up examples with the shapes and dtypes of yours, {shown}: {error!r}. "
+            "Make data and model fit; if only the values are not valid input, give some that are: "
+            "PrivateData(..., example=...)."
         ) from error
-
-
-def _check_shape(losses: Tensor, batch: Batch) -> None:
-    rows = batch_rows(batch)
-    if losses.shape != (rows,):
-        raise ConfigError(
-            f"Expected loss_fn(model, batch) to return one loss per example, shape ({rows},); got "
-            f"{tuple(losses.shape)}. "
-            'Use reduction="none", and average over any further dimensions yourself.'
-        )
+    return one_loss_each(losses, batch)
 
 
 def _check_unchanged(model: torch.nn.Module, before: dict[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ __all__ = ["load", "names", "parse"]
 
 T = TypeVar("T", Recipe, Pretrain, Grid, LocalTraining)
 
-_MORE: Mapping[str, type] = {"epsilon": float, "delta": float, "task": dict, "paper": dict}
+MORE: Mapping[str, type] = {"epsilon": float, "delta": float, "task": dict, "paper": dict}
 
 
 def names(task: str) -> tuple[str, ...]:
@@ -50,9 +50,9 @@ def parse(text: str, name: str) -> tuple[Recipe, dict[str, Any]]:
         raise ConfigError(f"The recipe {name!r} is not TOML: {error}.") from error
     values = dict(_typed(name, "recipe", table.pop("recipe", None), dict))
     for key, value in table.items():
-        if key not in _MORE:
-            raise ConfigError(f"The recipe {name!r} has an unknown key {key!r}; expected 'recipe' or {tuple(_MORE)}.")
-        table[key] = _typed(name, key, value, _MORE[key])
+        if key not in MORE:
+            raise ConfigError(f"The recipe {name!r} has an unknown key {key!r}; expected 'recipe' or {tuple(MORE)}.")
+        table[key] = _typed(name, key, value, MORE[key])
     grid = _alpha_ends(name, _typed(name, "recipe.grid", values.pop("grid", None), dict), values.get("epochs"))
     pretrain = _typed(name, "recipe.pretrain", values.pop("pretrain", {}), dict)
     made: dict[str, Any] = {

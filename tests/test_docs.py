@@ -1,0 +1,44 @@
+"""The site: built without a warning, with every public name in it, and a picture that shows what its page says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import halfsilver as hs
+from benchmarks import idea
+from tests.markdown import ROOT
+
+ENTRY = re.compile(r"^\.\. (?:module|auto\w+):: halfsilver\.(\w+)$", re.MULTILINE)
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert sorted(ENTRY.findall(page)) == sorted(hs.__all__)
+
+
+def test_sphinx_finds_nothing_to_warn_about(tmp_path: Path) -> None:
+    """Among other things: each page is in the contents, each link and anchor leads somewhere, docstrings are sound."""
+    pytest.importorskip("furo", reason="needs the extra docs")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert 'class="sig-name' in (tmp_path / "api.html").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_idea() -> None:
+    """The matrix shrinks the steep direction and keeps the other; from the same start, the mirror ends lower."""
+    case = idea.case(np.random.default_rng(0))
+    values = np.linalg.eigvalsh(case.mirror)
+    assert values[1] == pytest.approx(1)
+    assert values[0] < 0.1
+    without, through = (
+        idea.excess(idea.paths(case, mirror, lr, runs=20, seed=1)[-1]).mean()
+        for mirror, lr in ((np.eye(2), 0.8), (case.mirror, 1.6))  # the rates that the script finds best
+    )
+    assert through < without < idea.excess(case.start)
