@@ -104,7 +104,9 @@ class Banked(nn.Module):
     The public loss adds `curvature` / 2 times the square of each number of the bank.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, public_loss_fn: LossFn, layout: Layout, curvature: float):
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, public_loss_fn: LossFn, layout: Layout, curvature: float
+    ) -> None:
         super().__init__()
         like, width = trainable(model)[0], layout.width
         self.inner = model
