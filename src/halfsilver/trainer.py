@@ -175,7 +175,8 @@ class Trainer:
         )
         world.spread(replicated(self.model))
         if psi is not None:
-            psi.check()
+            with world.together():
+                psi.check()
         with Session.open(run_dir, ledger, self.plan, config=config, delta=delta, world=world) as session:
             saved = session.load()
             source = self._source(session, private, psi)

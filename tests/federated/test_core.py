@@ -249,7 +249,7 @@ def test_a_mistake_in_the_loss_is_told_before_anything_is_spent(tmp_path: Path) 
 
     model = linear()
     t = hs.Trainer(model, mistaken, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), plan=plan())
-    with pytest.raises(NameError, match="misspelt"):
+    with pytest.raises(ConfigError, match="misspelt"):
         t.fit(InProcess(users(), LOCAL), columns(4), run_dir=tmp_path)
     assert not hs.Ledger.open(tmp_path / "ledger.jsonl").runs
 
