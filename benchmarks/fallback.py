@@ -164,7 +164,7 @@ def plot(figures: Mapping[str, Any], path: Path) -> None:
     with style():
         from matplotlib.figure import Figure  # `style` has said what is missing if it is
 
-        figure = Figure(figsize=(9, 4), layout="constrained")
+        figure = Figure(figsize=(9, 4.3), layout="constrained")
         loss, trust = figure.subplots(1, 2)
         for arm, colour in look.items():
             guard = arm.endswith("guard")
@@ -180,7 +180,7 @@ def plot(figures: Mapping[str, Any], path: Path) -> None:
         for axes in (loss, trust):
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.15)
-        loss.legend(fontsize=8)
+        figure.legend(handles=loss.get_lines(), loc="outside upper center", ncols=3, fontsize=8, frameon=False)
         saved(figure, path)
 
 
