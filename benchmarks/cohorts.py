@@ -3,7 +3,7 @@
     python -m benchmarks.cohorts --study STUDY --out DIR [--method pda] [--json] [--plot FILE.svg]
 
 Fewer rounds than the study of `halfsilver compare stackexchange` in STUDY, whose start and chosen setting are used;
-the noise is calibrated to each epsilon, for each cohort anew. Whatever lies in DIR is not run again.
+the noise is calibrated to each epsilon, for each cohort anew. Whatever lies in DIR is not run again, and is shown too.
 """
 
 from __future__ import annotations
@@ -65,6 +65,12 @@ class Curve:
         run(Arena(problem=problem, plan=plan, spends=True), recipe, made, curve_points=0)
         return f"{point.label}: {self.row(point)}"
 
+    def finished(self) -> list[Point]:
+        """All points of DIR, whenever they were run."""
+        plans = [read_json(path) for path in self.out.glob(f"{self.method}-cohort=*/result.json")]
+        made = [Point(round(r["epsilon"]["pld"], 2), round(r["plan"]["expected_batch_size"])) for r in plans]
+        return sorted(made, key=lambda point: (point.cohort, point.epsilon))
+
     def row(self, point: Point) -> dict[str, Any]:
         found = read_json(self.out / f"{self.method}-{point.label}" / "result.json")
         plan, final = PrivacyPlan.from_dict(found["plan"]), found["final"]
@@ -113,7 +119,7 @@ def main() -> None:
     with workers(args.workers) as pool:
         do_all(pool, curve.do, points, _say)
     result = {"method": args.method, "rounds": args.rounds, "delta": delta, "setting": asdict(curve.setting()),
-              "rows": [curve.row(p) for p in points], "versions": versions()}  # fmt: skip
+              "rows": [curve.row(p) for p in curve.finished()], "versions": versions()}  # fmt: skip
     write_json(args.out / f"cohorts-{args.method}.json", result)
     if args.plot is not None:
         draw(result, args.plot)
