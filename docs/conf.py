@@ -26,6 +26,7 @@ python_maximum_signature_line_length = 88
 html_theme = "furo"
 html_title = "halfsilver"
 html_copy_source = False
+html_static_path = html_css_files = ["site.css"]
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#1f6fb2", "color-brand-content": "#1f6fb2"},
     "dark_css_variables": {"color-brand-primary": "#7cb7e8", "color-brand-content": "#7cb7e8"},

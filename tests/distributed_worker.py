@@ -27,6 +27,7 @@ from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import UnsafeSeed
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
+from halfsilver.trainer import StepReport
 
 Kind = Literal["plain", "ddp", "fsdp"]
 Tensors = list[Tensor]
@@ -241,7 +242,7 @@ def long(folder: Path) -> Result:
 
 
 def long_trainer(kind: Kind, witness: Path, writes: bool) -> hs.Trainer:
-    def note(report: hs.StepReport) -> None:
+    def note(report: StepReport) -> None:
         with witness.open("a") as log:
             log.write(f"{report.step} {report.released_norm!r}\n")
 
@@ -278,7 +279,7 @@ def failures(folder: Path) -> Result:
     note("corrupt", lambda: fit(trainer("plain", steps=2), "first"))
     last = dist.get_rank() == dist.get_world_size() - 1
 
-    def drift(report: hs.StepReport) -> None:
+    def drift(report: StepReport) -> None:
         with torch.no_grad():
             drifting.model.get_parameter("0.bias")[0] += 1e-3
 
@@ -296,7 +297,7 @@ def failures(folder: Path) -> Result:
         rows(200, torch.float32), public, run_dir=folder / "arguments", test=public if last else None,
     ))  # fmt: skip
 
-    def raises(report: hs.StepReport) -> None:
+    def raises(report: StepReport) -> None:
         raise ValueError("callback")
 
     note("callback", lambda: fit(trainer("plain", callbacks=[raises] if last else []), "callback"))

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import halfsilver as hs
+from benchmarks.architecture import PACKAGE, dotted, imports, modules
 from halfsilver.privacy.gradients import BackendName
+from halfsilver.trainer import StepReport
 
-PACKAGE = Path(hs.__file__).parent
 SHARED = {
     "halfsilver.errors",
     "halfsilver._tensors",
@@ -45,45 +46,6 @@ Finder = Callable[[ast.AST, str], Iterator[str]]
 # ---- by reading the source
 
 
-def imports(tree: ast.AST, module: str) -> Iterator[str]:
-    """Absolute dotted names of all that `module` imports, at any depth, by statement or by call."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node.module or "", node.level, module)
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and _name(node.func).split(".")[-1] in (
-            "import_module",
-            "__import__",
-        ):
-            yield from _called_import(node, module)
-
-
-def _absolute(name: str, level: int, module: str) -> str:
-    if level == 0:
-        return name
-    parents = module.split(".")[:-level]
-    return ".".join([*parents, name] if name else parents)
-
-
-def _called_import(call: ast.Call, module: str) -> Iterator[str]:
-    """The name in ``import_module("x")``; one that is computed at run time could be anything."""
-    first = call.args[0] if call.args else None
-    if not (isinstance(first, ast.Constant) and isinstance(first.value, str)):
-        yield "halfsilver.<computed at run time>"
-    else:
-        name = first.value.lstrip(".")
-        yield _absolute(name, len(first.value) - len(name), module)
-
-
-def _name(node: ast.AST) -> str:
-    """``a.b.c`` of an attribute chain, else an empty string."""
-    if isinstance(node, ast.Name):
-        return node.id
-    return f"{_name(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
-
-
 def crossings(tree: ast.AST, module: str) -> Iterator[str]:
     """Imports of halfsilver by a module of privacy/ or mirror/ beyond its own folder and the shared helpers.
 
@@ -102,7 +64,7 @@ def unpicklers(tree: ast.AST, module: str) -> Iterator[str]:
     for name in imports(tree, module):
         if name.split(".")[0] in PICKLES or any(name == x or name.startswith(f"{x}.") for x in LOADERS):
             yield name
-    yield from (n for n in (_name(node) for node in ast.walk(tree)) if n in LOADERS)
+    yield from (n for n in (dotted(node) for node in ast.walk(tree)) if n in LOADERS)
 
 
 def network(tree: ast.AST, module: str) -> Iterator[str]:
@@ -110,24 +72,18 @@ def network(tree: ast.AST, module: str) -> Iterator[str]:
     yield from (name for name in imports(tree, module) if name.split(".")[0] in NETWORK and name not in generator)
 
 
-def _modules(folder: str = "") -> Iterator[tuple[str, ast.AST]]:
-    for path in sorted((PACKAGE / folder).rglob("*.py")):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        yield ".".join(parts), ast.parse(path.read_text(encoding="utf-8"))  # a package is named x.__init__
-
-
 def _findings(find: Finder, folder: str = "") -> list[str]:
-    return [f"{module}: {name}" for module, tree in _modules(folder) for name in find(tree, module)]
+    return [f"{module}: {name}" for module, tree in modules(PACKAGE / folder) for name in find(tree, module)]
 
 
 @pytest.mark.parametrize("folder", ["privacy", "mirror"])
 def test_the_two_sides_do_not_import_each_other(folder: str) -> None:
-    assert len(list(_modules(folder))) > 3
+    assert len(list(modules(PACKAGE / folder))) > 3
     assert _findings(crossings, folder) == []
 
 
 def test_shared_helpers_import_neither_side() -> None:
-    trees = dict(_modules())
+    trees = dict(modules())
     found = {name for shared in SHARED for name in imports(trees[shared], shared)}
     assert {name for name in found if name.startswith("halfsilver") and name.rpartition(".")[0] not in SHARED} == set()
 
@@ -160,6 +116,8 @@ def test_nothing_in_the_package_opens_a_connection() -> None:
         "from importlib import import_module\nimport_module('..privacy', __package__)",
         "__import__('halfsilver.privacy.data')",
         "import importlib\nimportlib.import_module(name)",
+        "import importlib\nimportlib.import_module(f'{name}.maps')",
+        "import importlib\nimportlib.import_module(f'halfsilver.privacy.{name}')",
     ],
 )
 def test_a_crossing_is_seen_however_it_is_written(line: str) -> None:
@@ -263,7 +221,7 @@ def _trainer(**options: Any) -> hs.Trainer:
 @pytest.mark.parametrize("backend", ["vmap", "auto"])
 def test_only_privacy_touches_private_records(backend: BackendName, tmp_path: Path) -> None:
     """From the first call of `fit` to a resumed and finished run, tests and callbacks included."""
-    reports: list[hs.StepReport] = []
+    reports: list[StepReport] = []
     private, public = Spy(*_rows(64)), Spy(*_rows(8))
     for _ in range(2):  # the second call finds the finished run
         trainer = _trainer(

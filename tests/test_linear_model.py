@@ -17,6 +17,7 @@ from sklearn.utils.estimator_checks import check_estimator
 import halfsilver as hs
 from halfsilver.errors import BudgetExceeded, ConfigError
 from halfsilver.linear_model import MirrorLinearRegression
+from halfsilver.mirror import L2Ball
 from halfsilver.privacy.count import noisy_count
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients.linear import LinearModel, with_row_norms
@@ -137,7 +138,7 @@ def test_a_bad_private_row_changes_nothing(data: tuple[Rows, Rows, Rows], kind: 
 
 
 def test_constraint(data: tuple[Rows, Rows, Rows]) -> None:
-    model = fit(data, constraint=hs.L2Ball(1.0), average=None)
+    model = fit(data, constraint=L2Ball(1.0), average=None)
     assert np.linalg.norm([*model.coef_, model.intercept_]) <= 1 + 1e-6
 
 

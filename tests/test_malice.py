@@ -20,6 +20,7 @@ import torch
 import halfsilver as hs
 from halfsilver import checkpoint
 from halfsilver.errors import CheckpointCorrupt, LedgerCorrupt
+from halfsilver.trainer import StepReport
 
 BOMB = "exploded"
 Header = dict[str, Any]
@@ -52,7 +53,7 @@ class Stop(Exception):
     pass
 
 
-def stop(report: hs.StepReport) -> None:
+def stop(report: StepReport) -> None:
     if report.step == 3:
         raise Stop
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfsilver as hs
 from halfsilver._tensors import Tensors, flatten, trainable
 from halfsilver.errors import CheckpointCorrupt, ConfigError, MissingExtra
-from halfsilver.mirror import MirrorMap
+from halfsilver.mirror import DualAveraging, MirrorMap
 from halfsilver.opacus import MirrorHandle, attach_mirror
 from halfsilver.privacy.gradients.hooks import quiet
 from halfsilver.privacy.mechanism import PrivateGradient
@@ -212,7 +212,7 @@ def test_it_takes_the_steps_of_the_trainer(mode: str, inner: Any, alpha: Any, tm
     torch.testing.assert_close(loop.weights, flatten(trainable(net)).detach(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("mirror", [hs.Quadratic(damping=0.1), hs.Bregman(damping=0.1), hs.DualAveraging()], ids=repr)
+@pytest.mark.parametrize("mirror", [hs.Quadratic(damping=0.1), hs.Bregman(damping=0.1), DualAveraging()], ids=repr)
 @pytest.mark.parametrize(("mode", "wrap"), MODES)
 def test_maps_that_need_curvature_see_the_plain_model(mode: str, wrap: bool, mirror: MirrorMap) -> None:
     net, twin = nn.Linear(6, 3), nn.Linear(6, 3)
@@ -382,7 +382,7 @@ def test_remove_gives_plain_dp_sgd_back() -> None:
 
 
 def test_state_is_saved_with_the_step() -> None:
-    mirror = hs.chain(hs.clip_released(0.5), hs.DualAveraging())
+    mirror = hs.chain(hs.clip_released(0.5), DualAveraging())
     batches = [rows(20, seed) for seed in range(6)]
     whole, first = (private(nn.Linear(6, 3)) for _ in range(2))
     first.net.load_state_dict(whole.net.state_dict())
@@ -420,7 +420,7 @@ def test_state_is_saved_with_the_step() -> None:
     ids=repr,
 )
 def test_a_state_that_does_not_fit_is_refused_whole(saved: dict[str, Any]) -> None:
-    handle = private(nn.Linear(6, 3)).attach(hs.DualAveraging())
+    handle = private(nn.Linear(6, 3)).attach(DualAveraging())
     with pytest.raises(CheckpointCorrupt):
         handle.load_state_dict(saved)
     assert handle.step == 0

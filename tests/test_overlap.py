@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import overlap as benchmark
+from benchmarks.architecture import PACKAGE, imports
 from halfsilver import cli
 from halfsilver.errors import ConfigError, DataMissing
 from halfsilver.overlap import overlap_of_images, overlap_of_lines
-from tests.test_boundaries import PACKAGE, imports
 
 WORDS = [f"w{i}" for i in range(500)]
 

@@ -46,5 +46,8 @@ def test_lock_names_no_host_or_folder() -> None:
     assert re.findall(r"https?:|file:|--(?:extra-)?index|--find-links|--trusted|\S*/\S*", LOCK) == []
 
 
-def test_citation_has_the_version() -> None:
-    assert f"version: {_project()['version']}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+def test_citation_and_changes_name_the_same_release() -> None:
+    cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    version = _project()["version"]
+    (day,) = re.findall(rf"^version: {re.escape(version)}\ndate-released: (\S+)$", cited, re.MULTILINE)
+    assert f"## {version} - {day}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -33,6 +33,15 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile(block.source, str(page), "exec", dont_inherit=True), namespace)
 
 
+def test_the_start_is_short() -> None:
+    """From a fresh environment to an open report of the first private model: fewer than 20 lines to type."""
+    page = ROOT / "README.md"
+    typed = [*blocks(page, "bash"), blocks(page, "python")[0]]
+    lines = [line for block in typed for line in block.text.splitlines() if line.strip()]
+    assert [line for line in lines if line.startswith("halfsilver report")]
+    assert len(lines) < 20
+
+
 def _commands(block: Block) -> list[tuple[list[str], str]]:
     """Pairs of a command, after its prompt ``$``, and the output printed below it."""
     first, *rest = ("\n" + block.text).split("\n$ ")

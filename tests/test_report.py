@@ -21,7 +21,7 @@ from halfsilver.report.figures import Picture
 from halfsilver.report.load import load
 from halfsilver.report.page import Html, inline, tag
 from halfsilver.report.study_page import study_page
-from halfsilver.runs import read_json, write_json
+from halfsilver.runs import RunFolder, read_json, write_json
 from halfsilver.study.verdict import verdict
 
 STEPS = 100
@@ -297,10 +297,31 @@ def test_a_run(run_dir: Path) -> None:
     statement = json.loads((run_dir / "statement.json").read_text())
     assert f"{statement['epsilon_planned']['pld']:.3g} by PLD (tight)" in found.text
     assert "unsafe_seed: noise and sampling can be reproduced" in found.text
+    assert "was planned to be" in found.text
     assert "But it is not private" in found.text
+    assert "times as likely" not in found.text, "a promise that is not kept is not explained"
+    assert f"Last measured on test rows: loss {last_loss(run_dir):.4f}." in found.text
+    assert "NoneType" not in found.text
     assert "small<run>" in found.text
     names = {p.name for p in (run_dir / "figures").iterdir()}
     assert names == {f"{name}.{ending}" for name in ("loss", "lr", "released_norm") for ending in ("png", "svg")}
+
+
+def last_loss(run_dir: Path) -> float:
+    (*_, last) = [line for line in RunFolder(run_dir).history() if "loss" in line]
+    return float(last["loss"])
+
+
+def test_a_run_without_stamps_says_what_it_promises(run_dir: Path, tmp_path: Path) -> None:
+    statement = read_json(run_dir / "statement.json") | {"not_private_because": []}
+    write_json(tmp_path / "config.json", read_json(run_dir / "config.json"))
+    write_json(tmp_path / "statement.json", statement)
+    text = read(write_report(tmp_path).read_text(encoding="utf-8")).text
+    factor = math.exp(statement["epsilon_planned"]["pld"])
+    assert f"This run is ({statement['epsilon_planned']['pld']:.3g}, 1e-5)-differentially private." in text
+    assert f"with one example more or less it would be at most {factor:.3g} times as likely" in text
+    write_json(tmp_path / "statement.json", statement | {"spent_so_far": {"steps": 5}})
+    assert "This run was planned to be" in read(write_report(tmp_path).read_text(encoding="utf-8")).text
 
 
 def test_a_run_without_metrics(run_dir: Path, tmp_path: Path) -> None:

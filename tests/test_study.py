@@ -27,7 +27,7 @@ from halfsilver.errors import ConfigError, RunFolderBusy
 from halfsilver.study import study as study_module
 from halfsilver.study.arena import Arena, make_plan, search_arena
 from halfsilver.study.problem import Problem, Setting
-from halfsilver.study.run import Run, run
+from halfsilver.study.run import Run, mirror_of, run
 from halfsilver.study.search import choose, first_settings, neighbours, settings_wanted
 from halfsilver.study.start import make_start, new_model
 from halfsilver.study.study import Asked, Study
@@ -359,6 +359,17 @@ def test_noise_is_fixed_once() -> None:
 
 
 # ---- hs.compare
+
+
+def test_a_recipe_with_damping_takes_the_exact_step(tmp_path: Path) -> None:
+    exact = replace(RECIPE, damping=0.1, grid=hs.Grid(cold=(0.5,), warm=(0.5,), pda=(0.1, 0.3)))
+    own, where = problem(), tmp_path / "start"
+    make_start(own, exact, 0, where)
+    job = Run(method="pda", seed=0, setting=Setting(0.3), folder=tmp_path, start=where, ledger=tmp_path, delta=1e-4)
+    plan = make_plan(exact, own.population, 1.0, 1e-4)
+    assert mirror_of(exact, job, plan) == hs.Bregman(damping=0.1)
+    study = Study(folder=tmp_path / "study", asked=asked(recipe=exact, seeds={"pda": 1}), source=problem)
+    assert study.go()["choices"]["pda"]["setting"]["alpha_end"] is None
 
 
 def test_compare_ends_in_words(tmp_path: Path) -> None:

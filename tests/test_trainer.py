@@ -20,6 +20,7 @@ from halfsilver.errors import CheckpointCorrupt, ConfigError, LedgerCorrupt, Run
 from halfsilver.privacy.gradients.base import ClippedSum
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.runs import RunFolder
+from halfsilver.trainer import StepReport
 
 
 def loss_fn(model: Any, batch: Any) -> Tensor:
@@ -117,7 +118,7 @@ class StopHere(Exception):
 
 
 def stop_at(step: int) -> Any:
-    def callback(report: hs.StepReport) -> None:
+    def callback(report: StepReport) -> None:
         if report.step == step:
             raise StopHere
 

@@ -58,6 +58,17 @@ def test_interval_by_hand() -> None:
     assert found["relative"] == pytest.approx(-0.14 / 1.83)
 
 
+def test_seeds_that_agree_are_no_proof() -> None:
+    """Accuracies move in whole rows, so two seeds can differ by the same number without any meaning."""
+    accuracy = {"warm": (0.75, 0.875), "pda": (0.625, 0.75)}
+    loss = {"warm": (0.5, 0.75), "pda": (0.25, 0.5)}  # 0.25 less, exactly, twice
+    found = verdict(results(loss, accuracy=accuracy))
+    assert difference(found, "pda - warm")["within_noise"] is True
+    assert difference(found, "pda - warm")["low"] is None
+    assert "2 paired seeds that happen to agree: no interval" in sentence(found, "The mirror")
+    assert not any("beyond noise" in s for s in found["sentences"])
+
+
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.999])
 @pytest.mark.parametrize("n", [2, 3, 20])
 def test_interval_against_scipy(n: int, confidence: float) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -84,8 +85,22 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert not [name for name in names if name.endswith(".pyc")]
 
 
+def test_source_distribution_holds_all_that_its_tests_read(wheel: Path) -> None:
+    (source,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("benchmarks", "docs", "examples", "src", "tests")
+    code = {path for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    assert {path.relative_to(ROOT).as_posix() for path in code} - names == set()
+    assert {"pyproject.toml", "requirements.lock", "README.md", ".ci/run"} <= names
+
+
 def test_two_builds_have_one_sha256(wheel: Path, tmp_path: Path) -> None:
-    """One from the source distribution, one from the checkout: other folders, other times of files."""
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)
-    again = tmp_path / wheel.name
-    assert hashlib.sha256(again.read_bytes()).digest() == hashlib.sha256(wheel.read_bytes()).digest()
+    """The first wheel comes from the source distribution, the second straight from the checkout, at another time."""
+    run(sys.executable, "-m", "build", "--sdist", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)
+    first, second = (
+        {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
+        for folder in (wheel.parent, tmp_path)
+    )
+    assert first == second
+    assert len(first) == 2

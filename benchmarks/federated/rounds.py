@@ -15,6 +15,7 @@ from torch import nn
 import halfsilver as hs
 from halfsilver.federated import Engine
 from halfsilver.mirror import MirrorMap, PublicLoss
+from halfsilver.trainer import StepReport
 
 Row = dict[str, Any]
 
@@ -51,7 +52,7 @@ class _Watch:
         self.rounds: list[Spent] = []
         self._between, self._started = between, now()
 
-    def __call__(self, report: hs.StepReport) -> None:
+    def __call__(self, report: StepReport) -> None:
         self.rounds.append(now() - self._started)
         self._between()
         self._started = now()

@@ -7,18 +7,14 @@ True
 """
 
 from halfsilver import opacus
-from halfsilver.audit import AuditReport, audit
+from halfsilver.audit import audit
 from halfsilver.compare import Comparison, compare
-from halfsilver.errors import BudgetExceeded, HalfsilverError, LedgerCorrupt, UnsupportedLayer
+from halfsilver.errors import BudgetExceeded, HalfsilverError
 from halfsilver.mirror import (
     Bregman,
-    DualAveraging,
     Euclidean,
     FallBack,
     FirstOrder,
-    GradientBall,
-    Intersection,
-    L2Ball,
     PublicLoss,
     Quadratic,
     chain,
@@ -31,25 +27,19 @@ from halfsilver.privacy.gradients import Speed
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.study.problem import Grid, Pretrain, Recipe
-from halfsilver.trainer import RunResult, StepReport, Trainer
+from halfsilver.trainer import RunResult, Trainer
 
 __all__ = [
-    "AuditReport",
     "Bregman",
     "Budget",
     "BudgetExceeded",
     "Comparison",
-    "DualAveraging",
     "Euclidean",
     "FallBack",
     "FirstOrder",
-    "GradientBall",
     "Grid",
     "HalfsilverError",
-    "Intersection",
-    "L2Ball",
     "Ledger",
-    "LedgerCorrupt",
     "Pretrain",
     "PrivacyPlan",
     "PrivateData",
@@ -58,9 +48,7 @@ __all__ = [
     "Recipe",
     "RunResult",
     "Speed",
-    "StepReport",
     "Trainer",
-    "UnsupportedLayer",
     "audit",
     "chain",
     "clip_released",

@@ -86,6 +86,17 @@ def take_rows(batch: Batch, rows: int | slice | Tensor) -> Batch:
     return map_batch(lambda t: t[rows], batch)
 
 
+def as_column(value: Any) -> Any:
+    """A number, or a list of numbers however deep, as the tensor that it spells; anything else as it is.
+
+    So the rows of Hugging Face's data sets, dicts of such, are read as if they held tensors.
+    """
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    return torch.as_tensor(value) if isinstance(first, int | float) else value
+
+
 def batch_leaves(batch: Batch) -> Tensors:
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 

@@ -144,4 +144,4 @@ def _show(out: Mapping[str, Any], as_json: bool, title: str, rows: Mapping[str, 
     table = Table(title=title, show_header=False)
     for name, value in rows.items():
         table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
-    Console().print(table)
+    Console(markup=False).print(table)  # a path may have brackets

@@ -51,7 +51,7 @@ def audit(
 
 
 def show(report: AuditReport) -> None:
-    console, plan = Console(), report.observation.plan
+    console, plan = Console(markup=False), report.observation.plan
     table = Table(title=f"Audit of {report.observation.loop}", show_header=False)
     table.add_row("epsilon claimed for these steps", f"{report.claimed:.4g}")
     table.add_row(f"lower bound, confidence {report.confidence:g}", f"{report.lower_bound:.4g}")

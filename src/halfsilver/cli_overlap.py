@@ -44,6 +44,6 @@ def _show(figures: dict[str, Any]) -> None:
     for key, name in _ROWS.items():
         values = [figures[side][key] for side in ("private", "public")]
         table.add_row(name, *(f"{v:.2%}" if isinstance(v, float) else f"{v:,}" for v in values))
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     console.print(figures["note"], highlight=False, markup=False)

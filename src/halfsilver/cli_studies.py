@@ -14,6 +14,7 @@ from rich.table import Table
 
 from halfsilver.errors import ConfigError, require
 from halfsilver.study.problem import METHODS
+from halfsilver.tasks import TASKS
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Data = Annotated[Path | None, typer.Option(help="Folder of the data sets (default: $HALFSILVER_DATA).")]
@@ -34,9 +35,7 @@ def data_folder(data: Path | None) -> Path:
 
 
 def compare(
-    task: Annotated[
-        str, typer.Argument(help="emnist, cifar10, wikitext2, stackexchange; or linreg, the synthetic regression.")
-    ],
+    task: Annotated[str, typer.Argument(help=f"{', '.join(TASKS)}; or linreg, the synthetic regression.")],
     epsilon: Epsilon = None,
     delta: Delta = None,
     recipe: RecipeName = "workstation",
@@ -82,7 +81,7 @@ def show_summary(summary: dict[str, Any]) -> None:
     table = Table(*columns(summary), title=f"{summary['task']}, {summary['steps']} steps, delta {summary['delta']:g}")
     for row in rows(summary):
         table.add_row(*row)
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     words = summary["verdict"]
     for line in (*notes(summary), "", words["headline"], "", *words["sentences"]):
@@ -105,7 +104,7 @@ def compare_linreg(dims: list[int] | None, trials: int, out: Path | None, as_jso
     table = Table("p", "method", "mean MSE", "± 95 %", title=f"Linear regression, epsilon 1, {trials} trials")
     for row in rows:
         table.add_row(str(row["dim"]), row["method"], f"{row['mean']:.5f}", f"{row['ci95']:.5f}")
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def run(
@@ -156,7 +155,7 @@ def run(
         "report": result.get("report", "-"),
     }.items():
         table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def report(

@@ -12,12 +12,11 @@ from torch import nn
 from halfsilver._tensors import LossFn
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.rows import PublicRows
-from halfsilver.study.arena import SearchMode
+from halfsilver.study.arena import SEARCH
 from halfsilver.study.jobs import Tell
 from halfsilver.study.problem import METHODS, Augment, Grid, Pretrain, Problem, Recipe
 from halfsilver.study.study import Asked, Study, seeds_for
 
-SEARCH: Mapping[str, SearchMode] = {"public": "public search", "paper": "paper search"}
 DEFAULT_GRID = Grid(cold=(0.25, 1.0, 4.0), warm=(0.1, 0.25, 1.0, 4.0), pda=(0.25, 1.0), alpha_end=(0.8, 0.9, 0.95))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +15,11 @@ _EPSILON_EVERY = 5.0  # seconds; a PLD composition takes a third of one
 
 @contextmanager
 def progress_bar(total: int, done: int, spent: Callable[[], float], shown: bool | None) -> Iterator[Update]:
-    """Yield a function that is told the number of updates made. `shown=None`: only on a terminal, and with rich."""
-    if shown is False or (shown is None and not sys.stderr.isatty()):
+    """Yield a function that is told the number of updates made.
+
+    `shown=None`: only with rich, and on a terminal that somebody looks at; some CI systems give their jobs one as well.
+    """
+    if shown is False or (shown is None and (not sys.stderr.isatty() or "CI" in os.environ)):
         yield lambda updates: None
         return
     try:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import halfsilver as hs
 from halfsilver import cli, cli_audit
-from halfsilver.audit import Kind
+from halfsilver.audit import AuditReport, Kind
 from halfsilver.audit.bank import Layout
 from halfsilver.audit.loops import LOOPS
 from halfsilver.errors import ConfigError
@@ -53,12 +53,12 @@ def trainer(mirror: MirrorMap | None = None, unit: Any = "example") -> hs.Traine
 
 
 @pytest.fixture(scope="module")
-def report() -> hs.AuditReport:
+def report() -> AuditReport:
     mirror = hs.chain(hs.clip_released(0.5), hs.FirstOrder(hs.cosine(end=0.5), public_max_norm=1.0))
     return hs.audit(trainer(mirror), rows(60), rows(20), canaries=200, steps=12, **SURE)
 
 
-def test_an_audit_of_a_users_trainer(report: hs.AuditReport) -> None:
+def test_an_audit_of_a_users_trainer(report: AuditReport) -> None:
     assert report.alarms == []
     assert 0 < report.lower_bound < report.claimed < trainer().plan.epsilon(1e-5)
     assert report.tightness == report.lower_bound / report.claimed
@@ -66,7 +66,7 @@ def test_an_audit_of_a_users_trainer(report: hs.AuditReport) -> None:
     assert report.observation.plan.steps == 12
 
 
-def test_the_report_is_json(report: hs.AuditReport) -> None:
+def test_the_report_is_json(report: AuditReport) -> None:
     told = json.loads(json.dumps(report.to_dict()))
     assert told["canaries"] == {"out": 200, "in": 200, "cancelling": 4, "broken": 4}
     assert {f["instrument"] for f in told["findings"]} == {"A", "B", "C", "reconciliation"}
@@ -74,7 +74,7 @@ def test_the_report_is_json(report: hs.AuditReport) -> None:
     assert any("certifies nothing" in line for line in told["not_proved"])
 
 
-def test_the_figure(report: hs.AuditReport, tmp_path: Path) -> None:
+def test_the_figure(report: AuditReport, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     png, svg = (report.figure(tmp_path / name).read_bytes() for name in ("scores.png", "scores.svg"))
     assert png.startswith(b"\x89PNG")
@@ -145,7 +145,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["loop"] == "trainer/book"
 
 
-def test_the_command_for_people(report: hs.AuditReport, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_for_people(report: AuditReport, capsys: pytest.CaptureFixture[str]) -> None:
     cli_audit.show(report)
     shown = capsys.readouterr().out
     assert f"{report.claimed:.4g}" in shown

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import halfsilver as hs
 from halfsilver._tensors import flatten, norm, trainable
-from halfsilver.errors import ConfigError
+from halfsilver.errors import ConfigError, UnsupportedLayer
 from halfsilver.federated import (
     Contribution,
     InProcess,
@@ -30,6 +30,7 @@ from halfsilver.federated import (
 )
 from halfsilver.privacy.entropy import UnsafeSeed
 from halfsilver.privacy.users import Fold
+from halfsilver.trainer import StepReport
 from tests.federated.helpers import LOCAL, Answers, columns, linear, loss_fn, plan, source, users
 
 BAD = (math.nan, math.inf, -math.inf, 1e38, -1e30, 1e9, 1e-42, 0.0)
@@ -239,7 +240,7 @@ def test_what_a_layer_keeps_does_not_reach_the_next_user(tmp_path: Path) -> None
     assert torch.equal(flatten(local_update(model, loss_fn, columns(4), local)), first)
     assert not model.mean.any()
     public = PublicUsers(hidden := KeepsAMean(hidden=True), loss_fn, [columns(4)], local)
-    with pytest.raises(hs.UnsupportedLayer, match="another user"):
+    with pytest.raises(UnsupportedLayer, match="another user"):
         trainer(hidden, plan()).fit(InProcess(users(), local), public, run_dir=tmp_path)
 
 
@@ -323,7 +324,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
         if kind == "adam":
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
-        def callback(report: hs.StepReport) -> None:
+        def callback(report: StepReport) -> None:
             if report.step == stop:
                 raise KeyboardInterrupt
 

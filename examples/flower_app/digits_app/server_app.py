@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import halfsilver as hs
 from halfsilver.federated import PublicUsers
 from halfsilver.federated.flower import Enrolment, MirrorStrategy, Settings
+from halfsilver.trainer import StepReport
 
 from . import task
 
@@ -62,5 +63,5 @@ def make_trainer(population: int, rounds: int, spare: int) -> hs.Trainer:
     )
 
 
-def tell(report: hs.StepReport) -> None:
+def tell(report: StepReport) -> None:
     print(f"round {report.step} of {report.total_steps}, test error {report.metrics['error']:.3f}", flush=True)

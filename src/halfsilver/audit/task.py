@@ -29,7 +29,7 @@ def audit_of_task(task: str, *, data: Path, recipe: str, epsilon: float | None, 
     job = Run(
         method=method,
         seed=0,
-        setting=Setting(grid.warm[len(grid.warm) // 2], grid.alpha_end[len(grid.alpha_end) // 2]),
+        setting=Setting(grid.warm[len(grid.warm) // 2], grid.middle_end),
         folder=nowhere,
         start=nowhere,
         ledger=nowhere,

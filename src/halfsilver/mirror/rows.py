@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset, default_collate
 
-from halfsilver._tensors import Batch, batch_leaves, batch_rows, map_batch
+from halfsilver._tensors import Batch, as_column, batch_leaves, batch_rows, map_batch
 from halfsilver.errors import ConfigError, require
 
 _log = logging.getLogger("halfsilver")
@@ -22,7 +22,8 @@ class PublicRows:
     """A public data set seen as a table from which batches are taken by index tensor or slice.
 
     Takes a tensor, a tuple or dict of tensors, or any data set with `__len__` and `__getitem__`. Tensors
-    are indexed directly; other data sets are read row by row and collated.
+    are indexed directly; other data sets are read row by row and collated. In rows that are dicts, as those of
+    Hugging Face's data sets are, a list of numbers is one tensor.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -83,7 +84,18 @@ class PublicRows:
         if self._tensors is not None:
             return map_batch(lambda t: t[index.to(t.device) if isinstance(index, Tensor) else index], self._tensors)
         numbers = index.tolist() if isinstance(index, Tensor) else range(self._length)[index]
-        return default_collate([self._dataset[i] for i in numbers])
+        return default_collate([_row(self._dataset[i]) for i in numbers])
+
+
+def _row(record: Any) -> Any:
+    """Numbers as tensors, in the dtypes that they have in private rows; `default_collate` would make floats double."""
+    if _is_mapping(record):
+        return {name: _row(as_column(value)) for name, value in record.items()}
+    return pytree.tree_map(lambda x: _row(x) if _is_mapping(x) else as_column(x), record, is_leaf=_is_mapping)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 def floating(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

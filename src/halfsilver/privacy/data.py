@@ -76,11 +76,11 @@ class PrivateData:
             schema = Schema.of_record(self.__example)
             if of_tensors is not None and of_tensors.shapes != schema.shapes:
                 raise PrivateDataError(f"Expected example to have the shapes {of_tensors.shapes}, not {schema.shapes}.")
-            return schema
+            return _fitting(schema, self.__records)
         if of_tensors is not None:
             return of_tensors
         if public_example is not None:
-            return Schema.of_record(public_example)
+            return _fitting(Schema.of_record(public_example), self.__records)
         raise PrivateDataError(
             "The shapes of a private record are not known without reading one. Give a made-up record: "
             "PrivateData(dataset, example=(torch.zeros(1, 28, 28), torch.tensor(0)))."
@@ -96,6 +96,23 @@ class PrivateData:
             if problem:
                 reasons[problem] = reasons.get(problem, 0) + 1
         return {"not_private": True, "looked_at": size, "unusable": reasons}
+
+
+def _fitting(schema: Schema, records: Records) -> Schema:
+    """The schema, unless a table of Hugging Face's says that it has other columns: all rows would be left out.
+
+    Like the shapes of tensors, names of columns belong to the table. No row is read.
+    """
+    form = getattr(getattr(records, "dataset", None), "format", None)
+    form = form if isinstance(form, dict) and {"type", "columns", "output_all_columns"} <= form.keys() else None
+    if form and form["type"] != "custom" and not form["output_all_columns"]:
+        names, wanted = sorted(form["columns"]), schema.columns
+        if names != wanted:
+            raise PrivateDataError(
+                f"The private data set has the columns {names}, but its example, or the public one, has {wanted}. Give "
+                "both the same by select_columns."
+            )
+    return schema
 
 
 class Records(Protocol):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfsilver._tensors import Batch
+from halfsilver._tensors import Batch, as_column
+from halfsilver.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +23,8 @@ class Schema:
 
     @classmethod
     def of_record(cls, record: Any) -> Schema:
-        leaves, structure = _flatten(record)
-        return cls(tuple(torch.as_tensor(x) for x in leaves), structure)
+        leaves, structure = pytree.tree_flatten_with_path(plain(record))
+        return cls(tuple(_made_up(x, pytree.keystr(path)) for path, x in leaves), structure)
 
     @classmethod
     def of_columns(cls, columns: Batch) -> Schema:
@@ -34,6 +35,12 @@ class Schema:
     @property
     def shapes(self) -> tuple[tuple[torch.Size, torch.dtype], ...]:
         return tuple((t.shape, t.dtype) for t in self.leaves)
+
+    @property
+    def columns(self) -> list[str] | None:
+        """Names of the columns, where a record is a dict of them."""
+        example = pytree.tree_unflatten(self.leaves, self.structure)
+        return list(example) if isinstance(example, dict) else None
 
     def conform(self, record: Any) -> list[Tensor]:
         """The record's tensors in the schema's dtypes; ValueError where structure or shape differ."""
@@ -70,15 +77,25 @@ def _vary(leaf: Tensor, rows: int, generator: torch.Generator) -> Tensor:
     return leaf.expand(shape).clone()
 
 
+def _made_up(leaf: Any, place: str) -> Tensor:
+    try:
+        return torch.as_tensor(leaf)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"Expected numbers in record{place}, got {type(leaf).__name__}. Turn it into numbers, or leave it out (of "
+            "Hugging Face's data sets by select_columns), on the private side as well as on the public one."
+        ) from error
+
+
 def _flatten(record: Any) -> tuple[list[Any], Any]:
     leaves, structure = pytree.tree_flatten(plain(record))
     return leaves, structure
 
 
 def plain(record: Any) -> Any:
-    """Lists as tuples and mappings as dicts with sorted keys: spellings of the same record."""
+    """Lists as tuples, mappings as dicts with sorted keys, and in them numbers as tensors: spellings of one record."""
     if isinstance(record, Mapping):
-        return {key: plain(record[key]) for key in sorted(record)}
+        return {key: plain(as_column(record[key])) for key in sorted(record)}
     if isinstance(record, list | tuple):
         return tuple(plain(value) for value in record)
     return record

@@ -18,6 +18,7 @@ Series = Sequence[tuple[float, float]]
 LOOKS = {"public": ("--", ""), "cold": ("-.", "o"), "warm": ("-", "s"), "pda": ("-", "^")}
 OTHER = ("-", "o")
 _SIZE = (4.2, 3.1)
+_SCHEDULES = {"lr": "learning rate", "released_norm": "norm of the released gradient"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +59,17 @@ def picture(name: str, paint: Paint, *, title: str, caption: str, alt: str, heig
 
 def run_pictures(history: Sequence[Json]) -> dict[str, list[Picture]]:
     """Figures of the metrics, and of what else the run logged, against steps."""
-    schedule = {"lr": "learning rate", "released_norm": "norm of the released gradient"}
-    names = {name for line in history for name in line} - {"step", *schedule}
-    metrics = sorted(names, key=lambda name: (name != "loss", name != "accuracy", name))
     made = {
-        "curves": [_logged(history, name, f"test {name}", label_of(name)) for name in metrics],
-        "schedules": [_logged(history, name, label, label) for name, label in schedule.items()],
+        "curves": [_logged(history, name, f"test {name}", label_of(name)) for name in metrics_of_run(history)],
+        "schedules": [_logged(history, name, label, label) for name, label in _SCHEDULES.items()],
     }
     return {part: [one for one in found if one is not None] for part, found in made.items()}
+
+
+def metrics_of_run(history: Sequence[Json]) -> list[str]:
+    """What it measured on test rows, loss and accuracy first."""
+    names = {name for line in history for name in line} - {"step", *_SCHEDULES}
+    return sorted(names, key=lambda name: (name != "loss", name != "accuracy", name))
 
 
 def _logged(history: Sequence[Json], name: str, title: str, label: str) -> Picture | None:
@@ -77,7 +81,7 @@ def _logged(history: Sequence[Json], name: str, title: str, label: str) -> Pictu
         marks = {} if len(values) <= 40 else {"marker": ""}
         line(axes, "pda", [(step, value * scale(name)) for step, value in values], title, **marks)
         axes.set(xlabel="private steps", ylabel=label)
-        if name in ("lr", "released_norm"):
+        if name in _SCHEDULES:
             axes.set_ylim(0, None)
 
     last = figure(values[-1][1], name)

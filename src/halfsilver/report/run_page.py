@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from halfsilver.report.figures import Picture
+from halfsilver.report.figures import Picture, finite, metrics_of_run, series
 from halfsilver.report.load import OneRun
 from halfsilver.report.page import Html, facts, page, section, tag
 from halfsilver.report.parts import digits, gallery, guarantee, ledger_part, stamp_box, stamp_line
-from halfsilver.report.words import flat, plain
+from halfsilver.report.words import figure, flat, plain
 
 
 def run_page(run: OneRun, pictures: Mapping[str, Sequence[Picture]]) -> Html:
-    """Statement first, then curves, ledger and configuration."""
-    statement = run.statement
-    stamps = [str(stamp) for stamp in statement.get("not_private_because") or ()]
-    planned, delta = statement.get("epsilon_planned") or {}, statement.get("delta")
-    claim = f"({digits(planned.get('pld'))}, {plain(delta)})"
-    said = f"This run was planned to be {claim}-differentially private."
-    verdict = f"{said} But it is not private: see below." if stamps else said
+    """Guarantee and outcome first, then statement, curves, ledger and configuration."""
+    stamps = [str(stamp) for stamp in run.statement.get("not_private_because") or ()]
     return page(
-        f"Run {run.name}",
+        f"Run {run.name} - halfsilver",
         tag("h1", f"Run {run.name}"),
-        tag("p", verdict, class_="verdict"),
+        tag("p", _claim(run.statement), class_="verdict"),
         stamp_line(stamps),
+        *(tag("p", words) for words in (_in_words(run.statement), _outcome(run)) if words),
         _statement(run, stamps + _behind(run)),
         section("curves", "Curves", gallery(pictures.get("curves", ()))),
-        ledger_part(statement.get("all_runs_on_this_data") or {}),
+        ledger_part(run.statement.get("all_runs_on_this_data") or {}),
         section("schedules", "Learning rate and released gradient", gallery(pictures.get("schedules", ()))),
         _configuration(run),
     )
+
+
+def _claim(statement: Mapping[str, Any]) -> str:
+    epsilon = (statement.get("epsilon_planned") or {}).get("pld")
+    steps = [(statement.get(part) or {}).get("steps") for part in ("plan", "spent_so_far")]
+    private = not statement.get("not_private_because")
+    verb = "is" if private and steps[0] == steps[1] else "was planned to be"
+    claim = f"This run {verb} ({digits(epsilon)}, {plain(statement.get('delta'))})-differentially private."
+    return claim if private else f"{claim} But it is not private: see below."
+
+
+def _in_words(statement: Mapping[str, Any]) -> str:
+    """What the two figures promise, for readers who do not know them; nothing where they do not hold."""
+    epsilon: Any = (statement.get("epsilon_planned") or {}).get("pld")
+    if statement.get("not_private_because") or not finite(epsilon):
+        return ""
+    factor, unit = digits(math.exp(min(epsilon, 700))), statement.get("unit", "example")
+    return (
+        f"In words: whatever is concluded from the model and this folder, with one {unit} more or less it would be at "
+        f"most {factor} times as likely, apart from a probability of {plain(statement.get('delta'))}."
+    )
+
+
+def _outcome(run: OneRun) -> str:
+    last = {name: values[-1][1] for name in metrics_of_run(run.history) if (values := series(run.history, name))}
+    said = ", ".join(f"{name} {figure(value, name)}" for name, value in last.items())
+    return f"Last measured on test rows: {said}." if said else ""
 
 
 def _behind(run: OneRun) -> list[str]:
@@ -57,7 +82,8 @@ def _statement(run: OneRun, stamps: Sequence[str]) -> Html:
 
 
 def _configuration(run: OneRun) -> Html:
-    shown = {name: value for name, value in run.config.items() if name not in ("plan", "ledger")}
+    unset = (None, "NoneType")  # the latter is the type of a scheduler that is not there
+    shown = {name: v for name, v in run.config.items() if name not in ("plan", "ledger") and v not in unset}
     check = tag("pre", f"halfsilver verify {run.name}")
     note = "To recompute the statement from the ledger, in the folder above this run:"
     return section("configuration", "Configuration and versions", facts(flat(shown)), tag("p", note), check)

@@ -23,6 +23,7 @@ NO_VALIDATION = (
     "A paper search scores on set-aside training examples, and validation=None. Set some aside, or use search='public'."
 )
 SearchMode = Literal["public search", "paper search"]
+SEARCH: Mapping[str, SearchMode] = {"public": "public search", "paper": "paper search"}  # as the user says it
 
 # Shares of the public rows in a public search; what is left stays the mirror.
 _PSEUDO_PRIVATE, _VALIDATION = 0.4, 0.2

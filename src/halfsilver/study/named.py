@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from halfsilver.compare import SEARCH
 from halfsilver.errors import ConfigError, require
 from halfsilver.runs import read_json
-from halfsilver.study.arena import Arena, make_plan
+from halfsilver.study.arena import SEARCH, Arena, make_plan
 from halfsilver.study.jobs import Tell
 from halfsilver.study.problem import METHODS, Grid, Recipe, Setting
 from halfsilver.study.run import CURVE_POINTS, Run, run
@@ -101,7 +100,7 @@ def run_of_task(
 def quick_recipe(recipe: Recipe) -> Recipe:
     """2 epochs or 20 rounds, 3 learning rates and 1 alpha end."""
     grid = recipe.grid
-    middle = (grid.alpha_end[len(grid.alpha_end) // 2],)
+    middle = () if grid.middle_end is None else (grid.middle_end,)
     small = Grid(cold=_three(grid.cold), warm=_three(grid.warm), pda=_three(grid.warm), alpha_end=middle)
     epochs, rounds = recipe.epochs and min(2.0, recipe.epochs), recipe.rounds and min(20, recipe.rounds)
     return replace(recipe, epochs=epochs, rounds=rounds, grid=small)
@@ -137,4 +136,4 @@ def _setting(grid: Grid, method: str, rate: float | None, alpha_end: float | Non
     rate = rates[len(rates) // 2] if rate is None else rate
     if method != "pda":
         return Setting(rate)
-    return Setting(rate, grid.alpha_end[len(grid.alpha_end) // 2] if alpha_end is None else alpha_end)
+    return Setting(rate, grid.middle_end if alpha_end is None else alpha_end)

@@ -40,7 +40,9 @@ class Difference:
 
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Two-sided Student t-interval of the mean of independent normal values; None for fewer than two.
+    """Two-sided Student t-interval of the mean of independent normal values; None for fewer than two, or if all agree.
+
+    Figures that are counted, such as an accuracy, can agree by chance; an interval of no width would be sure of them.
 
     >>> [round(end, 3) for end in t_interval([1.0, 2.0, 3.0])]
     [-0.484, 4.484]
@@ -48,7 +50,7 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float
     from scipy.special import stdtrit
 
     n = len(values)
-    if n < 2:
+    if n < 2 or len(set(values)) == 1:
         return None
     with np.errstate(over="ignore", invalid="ignore"):  # near the largest float the interval is infinite, or unknown
         half = stdtrit(n - 1, (1 + confidence) / 2) * np.std(values, ddof=1) / math.sqrt(n)
@@ -79,7 +81,7 @@ def by_method(runs: Iterable[Mapping[str, Any]], metric: str, lost: Diverged) ->
 
 
 def mean_with_interval(by_seed: Mapping[int, float], confidence: float) -> dict[str, Any]:
-    """Mean over seeds, its interval (None below two seeds) and n."""
+    """Mean over seeds, its interval (None below two seeds that differ) and n."""
     values = list(by_seed.values())
     low, high = t_interval(values, confidence) or (None, None)
     return {"mean": _mean(values) if values else None, "low": low, "high": high, "n": len(values)}

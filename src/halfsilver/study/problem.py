@@ -82,19 +82,27 @@ class Pretrain:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is searched: learning rates for each method on its own, and where alpha ends for pda."""
+    """What is searched: learning rates for each method on its own, and where alpha ends for pda.
+
+    The exact mirror step (a recipe with `damping`) has no alpha, and `alpha_end` is empty.
+    """
 
     cold: tuple[float, ...]
     warm: tuple[float, ...]
     pda: tuple[float, ...]
-    alpha_end: tuple[float, ...]
+    alpha_end: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("cold", "warm", "pda"):
             rates = getattr(self, name)
             require(len(rates) > 0 and min(rates) > 0, f"{name} learning rates", rates, "one or more above 0")
         ends = self.alpha_end
-        require(len(ends) > 0 and 0 <= min(ends) <= max(ends) <= 1, "alpha_end", ends, "one or more in [0, 1]")
+        require(all(0 <= end <= 1 for end in ends), "alpha_end", ends, "each in [0, 1]")
+
+    @property
+    def middle_end(self) -> float | None:
+        """Where alpha ends if nothing is searched."""
+        return self.alpha_end[len(self.alpha_end) // 2] if self.alpha_end else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +111,11 @@ class Recipe:
 
     Random weights have small gradients, so cold may have a clip norm of its own, `cold_max_grad_norm`.
     `clip_released` clips the released gradient once more, to the clip norm. `public_max_norm` and `augment_public`
-    are about the public gradient in the mirror step. `average` is the decay of an exponential average of the iterates,
-    and the learning rate falls by a cosine to the share `lr_end`. A search run is `search_share` of a whole one.
-    `spare` is the share of steps kept in hand for those that a kill loses, and paid for in noise. `micro_batch_size` is
-    about speed only; without it the fastest is measured, which goes wrong on a busy machine.
+    are about the public gradient in the mirror step. With `damping`, pda takes the exact step of a convex public loss,
+    `Bregman(damping=...)`, in place of the first-order one. `average` is the decay of an exponential average of the
+    iterates, and the learning rate falls by a cosine to the share `lr_end`. A search run is `search_share` of a whole
+    one. `spare` is the share of steps kept in hand for those that a kill loses, and paid for in noise.
+    `micro_batch_size` is about speed only; without it the fastest is measured, which goes wrong on a busy machine.
     `score` is the metric by which settings are chosen: "loss", or the name of one of the problem's metrics.
     With `noise_multiplier` the noise is given and epsilon follows; without it PLD finds the noise for a given epsilon.
 
@@ -126,6 +135,7 @@ class Recipe:
     clip_released: bool = False
     public_max_norm: float | None = None
     augment_public: bool = False
+    damping: float | None = None
     average: float | None = None
     lr_end: float = 1.0
     search_share: float = 0.2
@@ -146,6 +156,8 @@ class Recipe:
         require(0 < self.search_share <= 1, "search_share", self.search_share, "in (0, 1]")
         require(0 <= self.lr_end <= 1, "lr_end", self.lr_end, "in [0, 1]")
         require(0 <= self.spare <= 1, "spare", self.spare, "in [0, 1]")
+        ends, wanted = self.grid.alpha_end, "one or more, or none with damping"
+        require(bool(ends) == (self.damping is None), "alpha_end", ends, wanted)
         require(better(self.score) != 0, "score", self.score, "to be 'loss' or a metric such as 'accuracy'")
         require(self.local is None or self.autocast is None, "autocast", self.autocast, "to be left out with local")
         require(self.autocast in (None, "bfloat16"), "autocast", self.autocast, "to be 'bfloat16' or None")

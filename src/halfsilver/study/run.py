@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from halfsilver import _os, checkpoint
 from halfsilver._tensors import eval_mode, trainable
 from halfsilver.errors import ConfigError
-from halfsilver.mirror import Clock, Euclidean, FirstOrder, MirrorMap, chain, clip_released, cosine
+from halfsilver.mirror import Bregman, Clock, Euclidean, FirstOrder, MirrorMap, chain, clip_released, cosine
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.schedules import falling
 from halfsilver.privacy.ledger import Ledger
@@ -136,7 +136,9 @@ def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Run, p
 
 def mirror_of(recipe: Recipe, job: Run, plan: PrivacyPlan) -> MirrorMap:
     mirror: MirrorMap = Euclidean()
-    if job.method == "pda":
+    if job.method == "pda" and recipe.damping is not None:
+        mirror = Bregman(damping=recipe.damping)
+    elif job.method == "pda":
         mirror = FirstOrder(cosine(end=job.setting.alpha_end), public_max_norm=recipe.public_max_norm)
     return chain(clip_released(plan.max_grad_norm), mirror) if recipe.clip_released else mirror
 

@@ -21,7 +21,7 @@ _WIDENED_AT_MOST = 2  # times, and for each method
 def first_settings(grid: Grid, method: str) -> list[Setting]:
     """The grid as the recipe gives it."""
     if method == "pda":
-        return [Setting(lr, alpha) for alpha in grid.alpha_end for lr in grid.pda]
+        return [Setting(lr, alpha) for alpha in grid.alpha_end or (None,) for lr in grid.pda]
     return [Setting(lr) for lr in getattr(grid, method)]
 
 

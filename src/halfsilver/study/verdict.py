@@ -63,7 +63,8 @@ def _change(d: Difference, confidence: float) -> str:
     subject, against = _SUBJECTS[d.name]
     who = f"{subject} ({d.method})" if d.name == PRIVATE else subject
     if d.low is None or d.high is None:
-        return f"{who} {_moves(d)} against {against}, on 1 paired seed: no interval.{_left_out(d)}"
+        seeds = "1 paired seed" if d.n == 1 else f"{d.n} paired seeds that happen to agree"
+        return f"{who} {_moves(d)} against {against}, on {seeds}: no interval.{_left_out(d)}"
     over = f"over {d.n} paired seeds"
     if not d.within_noise:
         low, high = sorted((abs(d.low), abs(d.high)))
@@ -129,7 +130,7 @@ def _notes(found: Sequence[Difference], confidence: float) -> Iterator[str]:
     nothing = _nothing([d for d in found if d.name == PRIVATE])
     if nothing:
         yield f"{_capital(nothing)}: do not spend epsilon on them unless more seeds show a gain."
-    if any(d.low is None for d in found):
+    if any(d.n == 1 for d in found):
         yield "One seed: no interval; run more seeds."
     if any(d.low is not None for d in found):
         share = f"{_number(100 * (1 - confidence), signed=False)} %"
@@ -153,7 +154,7 @@ def _headline(found: Sequence[Difference], lost: Diverged) -> str:
         count = sum(len(seeds) for seeds in lost.values())
         parts.insert(0, f"{count} run{'s' if count > 1 else ''} diverged ({', '.join(lost)})")
     shown = [d for d in found if d.name != START and d.metric == "loss"]
-    alone = ": one seed cannot tell effect from noise" if shown and all(d.low is None for d in shown) else ""
+    alone = ": one seed cannot tell effect from noise" if shown and all(d.n == 1 for d in shown) else ""
     return _capital("; ".join(parts) or "there are no two methods with a seed in common to compare") + alone + "."
 
 
@@ -163,7 +164,7 @@ def _clause(d: Difference, found: Sequence[Difference]) -> str:
     if d.name == PRIVATE and d.within_noise and _nothing(same):
         return _nothing(same)
     if d.low is None:
-        return f"{subject} {_moves(d)} against {against} on one seed"
+        return f"{subject} {_moves(d)} against {against} on {'one seed' if d.n == 1 else 'seeds that happen to agree'}"
     if d.lost:
         return f"what {subject} changes against {against} is not known"
     if d.within_noise:

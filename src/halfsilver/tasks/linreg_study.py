@@ -22,7 +22,6 @@ from halfsilver.tasks.linreg import METHODS, Point, Prepared, run
 from halfsilver.tasks.linreg_data import make_problem, risk
 
 DIMS = tuple(range(500, 6001, 500))
-TRIALS = 20
 SEARCHED = METHODS[1:]
 
 _SEARCH_SEEDS = (10_000, 10_001)

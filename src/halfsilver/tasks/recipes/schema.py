@@ -27,8 +27,7 @@ def recipe_schema() -> dict[str, Any]:
     recipe["required"].remove("name")
     grid = recipe["properties"]["grid"]  # where alpha ends may be given as the paper's K
     grid["properties"]["alpha_K"] = grid["properties"]["alpha_end"]
-    grid["required"].remove("alpha_end")
-    grid["oneOf"] = [{"required": ["alpha_end"]}, {"required": ["alpha_K"]}]
+    grid["not"] = {"required": ["alpha_end", "alpha_K"]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "halfsilver recipe",
@@ -54,4 +53,6 @@ def _of(kind: Any) -> dict[str, Any]:
 
 
 def _default(f: Field[Any]) -> dict[str, Any]:
-    return {} if f.default in (MISSING, None) else {"default": f.default}
+    if f.default in (MISSING, None):
+        return {}
+    return {"default": list(f.default) if isinstance(f.default, tuple) else f.default}
