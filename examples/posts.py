@@ -80,8 +80,13 @@ def part_of(user: str) -> str:
     return next(part for part in PARTS if place < sum(list(PARTS.values())[: list(PARTS).index(part) + 1]))
 
 
+def loaded(kind: Any, **options: Any) -> Any:
+    """From the files of the installed package; nothing is fetched, so there is no revision to pin."""
+    return kind.from_pretrained(get_model_path(), local_files_only=True, **options)
+
+
 def tokens(texts: Sequence[str], most: int, padding: str = "max_length") -> Rows:
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    tokenizer = loaded(AutoTokenizer)
     made = tokenizer(list(texts), padding=padding, truncation=True, max_length=most, return_tensors="pt")
     return {name: made[name] for name in ("input_ids", "attention_mask")}
 
@@ -92,7 +97,7 @@ def tokens(texts: Sequence[str], most: int, padding: str = "max_length") -> Rows
 @torch.no_grad()
 def sentence_vectors(texts: Sequence[str]) -> Tensor:
     """As the encoder was made to be used: the mean over a text's words, of length 1."""
-    encoder, found = AutoModel.from_pretrained(get_model_path()).eval(), torch.zeros(len(texts), WIDTH)
+    encoder, found = loaded(AutoModel).eval(), torch.zeros(len(texts), WIDTH)
     by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # little padding, so half the time
     for some in (by_length[i : i + 64] for i in range(0, len(texts), 64)):
         rows = tokens([texts[i] for i in some], TOKENS["head"], padding="longest")
@@ -141,7 +146,7 @@ def lora_rows(people: Sequence[Account]) -> Rows:
 
 def lora_model(sites: int) -> nn.Module:
     """The transformers model as it comes, with PEFT's adapters in the last two of six layers and a new classifier."""
-    model = AutoModelForSequenceClassification.from_pretrained(get_model_path(), num_labels=sites)
+    model = loaded(AutoModelForSequenceClassification, num_labels=sites)
     adapters = LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["query", "value"],
                           layers_to_transform=[4, 5])  # fmt: skip
     return get_peft_model(model, adapters)
