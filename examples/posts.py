@@ -41,7 +41,7 @@ EPSILONS, DELTA = (1.0, 8.0), 1e-5
 PARTS = {"test": 15, "public": 8, "private": 77}  # per cent of the accounts
 POSTS = {"head": 8, "lora": 1}  # of an account; more than that would not change the guarantee, only the time
 TOKENS = {"head": 64, "lora": 48}  # of a post; what is longer is cut
-WIDTH, NO_POST = 384, -100
+WIDTH, NO_POST, CURVE = 384, -100, 200
 
 METHODS = ("public", "cold", "warm", "pda")
 KEPT = ("epsilon", "delta", "population", "parameters", "plan", "search", "stamps", "choices", "verdict", "ledger")
@@ -208,12 +208,13 @@ def rows_of(way: str, data: Path, out: Path) -> tuple[dict[str, Rows], list[str]
 
 def studies(way: str, data: Path, out: Path) -> Iterator[hs.Comparison]:
     rows, sites = rows_of(way, data, out)
-    how = WAYS[way]
+    how, curve = WAYS[way], {name: column[:CURVE] for name, column in rows["test"].items()}
     for epsilon in EPSILONS:
         yield hs.compare(
             partial(how.model, len(sites)), how.loss, rows["private"], rows["public"], rows["test"],
             epsilon=epsilon, delta=DELTA, population=len(rows["private"]["labels"]), recipe=how.recipe, seeds=how.seeds,
-            metrics={"accuracy": how.accuracy}, out=out / f"eps{epsilon:g}", tell=partial(print, flush=True),
+            metrics={"accuracy": how.accuracy}, curve=curve,
+            out=out / f"eps{epsilon:g}", tell=partial(print, flush=True),
         )  # fmt: skip
 
 

@@ -373,12 +373,14 @@ def test_a_recipe_with_damping_takes_the_exact_step(tmp_path: Path) -> None:
 
 
 def test_compare_ends_in_words(tmp_path: Path) -> None:
+    test = records(100, 2)
     result = hs.compare(
         make_model,
         loss_fn,
         records(200, 0),
         records(40, 1),
-        records(100, 2),
+        test,
+        curve=tuple(column[:10] for column in test),
         epsilon=5.0,
         delta=1e-4,
         population=200,
@@ -393,6 +395,8 @@ def test_compare_ends_in_words(tmp_path: Path) -> None:
     assert "standard error" in text
     assert "All 2 private runs in the ledger together: epsilon" in text
     assert result.verdict["sentences"][0] in text
+    (first, *_) = [run["curve"][0]["loss"] for run in result.summary["runs"] if run["method"] == "public"]
+    assert first == pytest.approx(_losses(tmp_path / "study" / "runs" / "public-seed-0")[:10].mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def compare(
     methods: Sequence[str] = METHODS,
     search: Literal["public", "paper"] = "public",
     validation: Any = None,
+    curve: Any = None,
     ledger: str | Path | None = None,
     augment: Augment | None = None,
     tell: Tell | None = None,
@@ -64,10 +65,11 @@ def compare(
     """Train the four methods on your model and data at one epsilon, and say what private data and mirror add.
 
     `make_model` returns a new model with random weights, `loss_fn(model, batch)` one loss per example, as does each of
-    `metrics`. `test` must be public. `population` is the number of private records that you declare, and together
-    with `batch_size` fixes the sampling rate; it is never counted. `batch_size` and `epochs` are enough for a start; a
-    `recipe` in their place says everything about training. All files go to the folder `out`, and a call with the same
-    arguments goes on with what lies there.
+    `metrics`. `test` must be public; `curve` are the rows of it on which curves are drawn, where all would take too
+    long. `population` is the number of private records that you declare, and together with `batch_size` fixes the
+    sampling rate; it is never counted. `batch_size` and `epochs` are enough for a start; a `recipe` in their place says
+    everything about training. All files go to the folder `out`, and a call with the same arguments goes on with what
+    lies there.
 
     Learning rates and alpha are searched for each method on its own. A public search touches no private record: it
     splits the public ones into mirror, stand-ins for the private ones, and rows to score on. A paper search trains on
@@ -87,6 +89,7 @@ def compare(
         population=population,
         metrics=metrics or {},
         validation=validation,
+        curve=curve,
         augment=augment,
     )
     asked = Asked(
