@@ -73,13 +73,16 @@ def main() -> None:
     about = read_json(args.study / "study.json")
     problem = stackexchange.problem(args.data, **about["options"])
     words, targets, _ = problem.curve
+    shown = problem.public[1]
+    unknown = float((shown[shown != PAD] == UNKNOWN).double().mean())
     model = problem.make_model()
     load_start(model, args.study / "start" / "seed-0.safetensors")
     rows = [{"method": "public", **guesses(model, words, targets)}]
     for folder in [*(args.study / "runs" / f"{method}-seed-0" for method in METHODS[1:]), *args.also]:
         load(model, folder)
         rows.append({"method": folder.name.removesuffix("-seed-0"), **guesses(model, words, targets)})
-    result: dict[str, Any] = {"task": about["task"], "epsilon": about["epsilon"], "rows": rows, "versions": versions()}
+    result: dict[str, Any] = {"task": about["task"], "epsilon": about["epsilon"], "unknown in public text": unknown,
+                              "rows": rows, "versions": versions()}  # fmt: skip
     if args.out is not None:
         write_json(args.out, result)
     print(json.dumps(result)) if args.json else show("Guesses", rows, list(rows[0]))

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def accounts(file: Path, posts: int) -> tuple[dict[str, list[Account]], list[str
 def part_of(user: str) -> str:
     """By a hash of the name, so that nobody is in two parts and no other account matters."""
     place = int.from_bytes(sha256(user.encode()).digest()[:4], "big") % 100
-    return next(part for part in PARTS if place < sum(list(PARTS.values())[: list(PARTS).index(part) + 1]))
+    return next(part for part, end in zip(PARTS, accumulate(PARTS.values()), strict=True) if place < end)
 
 
 def loaded(kind: Any, **options: Any) -> Any:
@@ -236,7 +237,7 @@ def figure(results: Sequence[dict[str, Any]], file: Path) -> None:
             axes.set_xticks(range(len(results)), [f"{result['epsilon']:g}" for result in results])
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.15)
-        axes.legend(*axes.get_legend_handles_labels(), frameon=False, loc="upper left")
+        axes.legend(frameon=False, loc="upper left")
         saved(drawn, file)
 
 
