@@ -25,9 +25,9 @@ from halfsilver.study.jobs import do_all, workers
 from halfsilver.study.paired import t_interval
 from halfsilver.study.problem import Recipe, Setting
 from halfsilver.study.run import Run, run
-from halfsilver.study.source import TaskSource
 from halfsilver.study.start import make_start
 from halfsilver.tasks.recipes import load
+from halfsilver.tasks.source import TaskSource
 
 SETTINGS = {  # chosen by the search of the task's first study
     "emnist": {"warm": Setting(4.0), "pda": Setting(2.0, 0.95)},

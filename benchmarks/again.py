@@ -19,8 +19,8 @@ from halfsilver.runs import read_json, versions, write_json
 from halfsilver.study.arena import Arena
 from halfsilver.study.problem import Setting
 from halfsilver.study.run import Run, run
-from halfsilver.study.source import TaskSource
 from halfsilver.tasks.recipes import load
+from halfsilver.tasks.source import TaskSource
 
 
 def again(study: Path, data: Path, method: str, seed: int, setting: Setting) -> dict[str, Any]:

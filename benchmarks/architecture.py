@@ -14,6 +14,7 @@ import ast
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -43,12 +44,12 @@ BOXES = (
     Box("linear_model.py", "scikit-learn's conventions", ("linear_model",), "further ways in, which are audited"),
     Box("opacus.py", "a mirror for an Opacus loop", ("opacus",)),
     Box("report/", "pages and figures", ("report", "plots"), "studies"),
-    Box("tasks/", "benchmarks, studies by name", ("tasks", "study.named", "study.source")),
+    Box("tasks/", "benchmarks, studies by name", ("tasks",)),
     Box("study/", "methods side by side", ("study",)),
     Box(
         "trainer.py",
         "the loop, session, statement",
-        ("trainer", "session", "state", "statement", "verify", "progress", "tracking"),
+        ("trainer", "session", "state", "statement", "verify", "progress"),
         "the loop",
     ),
     Box("mirror/", "public data, released tensors", ("mirror",), "two sides: neither imports the other"),
@@ -112,17 +113,12 @@ def modules(folder: Path = PACKAGE) -> Iterator[tuple[str, ast.AST]]:
 
 
 def box_of(module: str) -> str:
-    """The box with the longest path that `module`, or a name in it, begins with."""
-    path = module.split(".")[1:]
-    for length in range(len(path), 0, -1):
-        for box in BOXES:
-            if any(_fits(".".join(path[:length]), known) for known in box.modules):
-                return box.name
+    """The first box that holds the part of the package which `module`, or a name in it, belongs to."""
+    part = module.split(".")[1:2]
+    for box in BOXES:
+        if part and any(fnmatchcase(part[0], known) for known in box.modules):
+            return box.name
     raise LookupError(f"{module} is in no box: put it in one of BOXES, or import a name from where it lives.")
-
-
-def _fits(path: str, known: str) -> bool:
-    return path == known or (known.endswith("*") and "." not in path and path.startswith(known[:-1]))
 
 
 def imports_of_boxes(found: Iterable[tuple[str, ast.AST]]) -> Imports:

@@ -24,9 +24,9 @@ from halfsilver.study.arena import make_plan, search_arena
 from halfsilver.study.jobs import do_all, workers
 from halfsilver.study.problem import Recipe, Setting
 from halfsilver.study.run import Run, run
-from halfsilver.study.source import TaskSource
 from halfsilver.study.start import make_start
 from halfsilver.tasks.recipes import load
+from halfsilver.tasks.source import TaskSource
 
 TASK = "stackexchange"
 CLIENT_RATES = (0.03, 0.1, 0.3)  # at 1 the public users' own training diverges

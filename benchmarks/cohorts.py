@@ -23,8 +23,8 @@ from halfsilver.study.arena import Arena, make_plan
 from halfsilver.study.jobs import do_all, workers
 from halfsilver.study.problem import Recipe, Setting
 from halfsilver.study.run import Run, run
-from halfsilver.study.source import TaskSource
 from halfsilver.tasks.recipes import load
+from halfsilver.tasks.source import TaskSource
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from halfsilver.study.jobs import do_all, workers
 from halfsilver.study.problem import Problem, Recipe, Setting
 from halfsilver.study.run import Run, make_trainer, per_example
 from halfsilver.study.sides import private_side, public_side
-from halfsilver.study.source import TaskSource
 from halfsilver.study.start import load_start, make_start, new_model
 from halfsilver.tasks.recipes import load
+from halfsilver.tasks.source import TaskSource
 from halfsilver.trainer import StepReport, Trainer
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import halfsilver as hs
 from halfsilver import cli
 from halfsilver.errors import HalfsilverError
-from halfsilver.study import named, source
+from halfsilver.tasks import named, source
 from halfsilver.tasks.recipes import load
 from tests.test_study import RECIPE, problem
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from halfsilver.mirror import Clock
-from halfsilver.study import named
-from halfsilver.tasks import TASKS
+from halfsilver.tasks import TASKS, named
 from halfsilver.tasks.recipes import parse
 from tests.federated import test_contract as engines
 from tests.federated.flower_grid import asked, total

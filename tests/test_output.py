@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from halfsilver import cli
 from halfsilver.progress import progress_bar
-from halfsilver.study import named
+from halfsilver.tasks import named
 
 CONTROL = re.compile(r"[^\n -~\u00a0-\uffff]")
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")

@@ -24,13 +24,13 @@ SPEED = Speed(backend="vmap", micro_batch_size=8)  # nothing to measure first
 
 
 def fit(folder: Path, *callbacks: Any) -> Curves:
-    """Six steps, a checkpoint after each, metrics at the third and the last; the curves of the run's own log."""
+    """Six steps, a checkpoint after each, metrics at the third and the last; what the run's own log says of them."""
     options: dict[str, Any] = {"metrics": {"accuracy": accuracy}, "checkpoint_seconds": 0.0, "speed": SPEED}
     result = trainer(plan=PLAN, callbacks=callbacks, **options).fit(
         rows(400), run_dir=folder, test=rows(40, 1), test_every=3
     )
     names = ("lr", "released_norm", "loss", "accuracy")
-    return {name: [(line["step"], line[name]) for line in result.history if name in line] for name in names}
+    return {name: [(line["step"], line[name]) for line in result.history[1:] if name in line] for name in names}
 
 
 def report(step: int, **metrics: float) -> StepReport:

@@ -87,7 +87,8 @@ def test_it_learns_and_writes_its_folder(tmp_path: Path) -> None:
     assert result.updates == 60
     assert result.stopped == "finished"
     assert result.history[-1]["accuracy"] > max(0.6, start["accuracy"])
-    assert [r["step"] for r in result.history if "loss" in r] == [20, 40, 60]
+    assert [r["step"] for r in result.history if "loss" in r] == [0, 20, 40, 60]
+    assert result.history[0] == {"step": 0, **start}
     names = {p.name for p in (tmp_path / "a").iterdir()}
     assert {
         "config.json",

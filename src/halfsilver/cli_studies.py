@@ -53,7 +53,7 @@ def compare(
     """Public, cold, warm and pda side by side at one epsilon, and a verdict."""
     if task == "linreg":
         return compare_linreg(dims, trials, out, as_json)
-    from halfsilver.study.named import study_of_task
+    from halfsilver.tasks.named import study_of_task
 
     study = study_of_task(
         task,
@@ -123,7 +123,7 @@ def run(
 ) -> None:
     """One method, one run: progress, a run folder, and a report."""
     require(method in METHODS, "method", method, f"in {METHODS}")
-    from halfsilver.study.named import run_of_task
+    from halfsilver.tasks.named import run_of_task
 
     result = run_of_task(
         task,

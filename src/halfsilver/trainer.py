@@ -159,7 +159,8 @@ class Trainer:
         `private` is a data set, tensors or `PrivateData`; nothing outside `halfsilver.privacy` reads it. Or it is an
         `Engine`, behind which users train by themselves. `public` is a data set, or a `PublicLoss` of this model.
         `ledger` is the data set's own ledger where several runs share it (default: one in the run folder). `test` must
-        be public data unless ``metrics_not_private=True``; it is evaluated every `test_every` steps and at the end.
+        be public data unless ``metrics_not_private=True``; it is evaluated at the end and, with `test_every`, at the
+        start and after every so many steps.
         """
         handle = isinstance(private, PrivateData)  # as test data, `evaluate` has its own word about one
         shown = {"public": isinstance(public, PrivateData) or public is private, "test": test is private and not handle}
@@ -181,7 +182,10 @@ class Trainer:
             saved = session.load()
             source = self._source(session, private, psi)
             self._begin(session, psi, saved)
-            stopped = self._loop(session, source, psi, self._tester(test, test_every))
+            tester = self._tester(test, test_every)
+            if saved is None and (start := tester(0)):
+                session.log({"step": 0, **start})
+            stopped = self._loop(session, source, psi, tester)
             return self._finish(session, source, stopped, test)
 
     def _loop(self, session: Session, source: Source, psi: PublicLoss | None, test: Tester) -> Stopped:

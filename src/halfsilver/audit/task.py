@@ -10,10 +10,10 @@ import torch
 from halfsilver.audit.report import AuditReport, audit
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.study.arena import make_plan
-from halfsilver.study.named import study_of_task
 from halfsilver.study.problem import Setting
 from halfsilver.study.run import Run, make_trainer
 from halfsilver.study.start import new_model
+from halfsilver.tasks.named import study_of_task
 
 
 def audit_of_task(task: str, *, data: Path, recipe: str, epsilon: float | None, rows: int, **asked: Any) -> AuditReport:

@@ -68,7 +68,6 @@ def run(
     trainer = make_trainer(model, problem, recipe, job, arena.plan)
     trainer.progress = progress
     curve_rows = problem.test if problem.curve is None else problem.curve
-    first = {"step": 0, **trainer.evaluate(curve_rows)} if curve_points else {}
     result = None
     if job.method != "public":
         result = trainer.fit(
@@ -81,7 +80,8 @@ def run(
             test_every=max(1, arena.plan.steps // max(1, curve_points)),
         )
     record = _record(job, arena.plan, result, model, problem)
-    record["curve"] = [first, *_curve(result)] if curve_points else []
+    lines = result.history if result else [{"step": 0, **trainer.evaluate(curve_rows)}]
+    record["curve"] = _curve(lines) if curve_points else []
     job.folder.mkdir(parents=True, exist_ok=True)
     write_json(job.result, {**record, "seconds": time.monotonic() - started})
 
@@ -202,8 +202,7 @@ def _trace(job: Run, plan: PrivacyPlan, history: Sequence[Mapping[str, Any]]) ->
     ]
 
 
-def _curve(result: RunResult | None) -> list[dict[str, Any]]:
+def _curve(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     left_out = ("lr", "released_norm")
-    history = result.history if result else ()
-    points = ({k: v for k, v in line.items() if k not in left_out} for line in history if "loss" in line)
+    points = ({k: v for k, v in line.items() if k not in left_out} for line in lines if "loss" in line)
     return [{k: v if math.isfinite(v) else None for k, v in point.items()} for point in points]

@@ -12,11 +12,11 @@ from halfsilver.study.arena import SEARCH, Arena, make_plan
 from halfsilver.study.jobs import Tell
 from halfsilver.study.problem import METHODS, Grid, Recipe, Setting
 from halfsilver.study.run import CURVE_POINTS, Run, run
-from halfsilver.study.source import TaskSource
 from halfsilver.study.start import make_start
 from halfsilver.study.study import Asked, Study, seeds_for
 from halfsilver.tasks import TASKS
 from halfsilver.tasks.recipes import load
+from halfsilver.tasks.source import TaskSource
 
 DEFAULT_DELTA = 1e-5
 QUICK_POINTS = 5  # of a curve

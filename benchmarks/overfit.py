@@ -1,0 +1,81 @@
+"""Do the models of a study learn the public rows by heart? Each one's figures on those rows beside those on test rows.
+
+    python -m benchmarks.overfit STUDY [--out FILE]
+
+Means over the seeds that have a finished run of warm and of pda, in eval mode, without augmentation. Where the mirror
+lowers the loss on public rows and not on test rows, it has taught the model those rows and nothing about others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from benchmarks.guesses import load
+from benchmarks.show import show
+from halfsilver.runs import read_json, versions, write_json
+from halfsilver.study.problem import Problem
+from halfsilver.study.run import per_example
+from halfsilver.study.start import load_start
+from halfsilver.tasks.source import TaskSource
+
+METHODS = ("public", "warm", "pda")
+
+
+def figures(problem: Problem, model: nn.Module) -> dict[str, float]:
+    metrics = {"loss": problem.loss_fn, **problem.metrics}
+    parts = {"public": problem.public, "test": problem.test}
+    return {
+        f"{part} {name}": float(per_example(model, fn, rows).double().mean())
+        for part, rows in parts.items()
+        for name, fn in metrics.items()
+    }
+
+
+def overfit(study: Path, data: Path) -> dict[str, Any]:
+    about = read_json(study / "study.json")
+    problem = TaskSource.of(about["task"], data, about["options"])()
+    model, runs = problem.make_model(), []
+    found = {int(path.parent.name.rpartition("-")[2]) for path in study.glob("runs/pda-seed-*/result.json")}
+    for seed in sorted(s for s in found if (study / "runs" / f"warm-seed-{s}" / "result.json").exists()):
+        for method in METHODS:
+            if method == "public":
+                load_start(model, study / "start" / f"seed-{seed}.safetensors")
+            else:
+                load(model, study / "runs" / f"{method}-seed-{seed}")
+            runs.append({"method": method, "seed": seed, **figures(problem, model)})
+    kept = {name: about[name] for name in ("task", "epsilon", "delta")}
+    return {**kept, "runs": runs, "versions": versions()}
+
+
+def means(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line a method: the mean of each figure over seeds."""
+    lines = []
+    for method in METHODS:
+        own = [run for run in runs if run["method"] == method]
+        names = [name for name in own[0] if name not in ("method", "seed")]
+        lines.append({"method": method, **{name: sum(run[name] for run in own) / len(own) for name in names}})
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    result = overfit(args.study, args.data)
+    if args.out is not None:
+        write_json(args.out, result)
+    rows = means(result["runs"])
+    print(json.dumps(result)) if args.json else show("Public rows and test rows", rows, list(rows[0]))
+
+
+if __name__ == "__main__":
+    main()
