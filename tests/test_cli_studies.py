@@ -15,7 +15,7 @@ from halfsilver import cli
 from halfsilver.errors import HalfsilverError
 from halfsilver.tasks import named, source
 from halfsilver.tasks.recipes import load
-from tests.test_study import RECIPE, problem
+from tests.small_study import RECIPE, problem
 
 
 def invoke(*words: str) -> Any:

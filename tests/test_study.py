@@ -1,4 +1,4 @@
-"""Studies: what is searched on which rows, what is chosen, and that nothing is done twice."""
+"""Studies: every run is paid for, paired and resumable, and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -15,179 +15,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import nn
 
 import halfsilver as hs
+from benchmarks import carry
 from halfsilver import checkpoint
 from halfsilver.errors import ConfigError, RunFolderBusy
 from halfsilver.study import study as study_module
-from halfsilver.study.arena import Arena, make_plan, search_arena
-from halfsilver.study.problem import Problem, Setting
+from halfsilver.study.arena import Arena, make_plan
+from halfsilver.study.problem import Setting
 from halfsilver.study.run import Run, mirror_of, run
-from halfsilver.study.search import choose, first_settings, neighbours, settings_wanted
 from halfsilver.study.start import make_start, new_model
-from halfsilver.study.study import Asked, Study
+from halfsilver.study.study import Study
 from halfsilver.study.summary import ledger_totals
-
-GRID = hs.Grid(cold=(0.5, 1.0), warm=(0.5, 1.0), pda=(1.0,), alpha_end=(0.9,))
-RECIPE = hs.Recipe(
-    name="tiny",
-    batch_size=20,
-    epochs=2,
-    public_batch_size=8,
-    grid=GRID,
-    pretrain=hs.Pretrain(epochs=3),
-    average=0.9,
-    lr_end=0.1,
-)
-
-
-def records(n: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 4, generator=generator)
-    return x, (x.sum(1) > 0).long()
-
-
-def loss_fn(model: Any, batch: Any) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
-def accuracy(model: Any, batch: Any) -> Tensor:
-    return torch.eq(model(batch[0]).argmax(1), batch[1]).double()
-
-
-def make_model() -> nn.Module:
-    return nn.Linear(4, 2)
-
-
-def problem(**changes: Any) -> Problem:
-    values: dict[str, Any] = {
-        "make_model": make_model,
-        "loss_fn": loss_fn,
-        "private": records(200, 0),
-        "public": records(40, 1),
-        "test": records(100, 2),
-        "validation": records(50, 3),
-        "population": 200,
-        "metrics": {"accuracy": accuracy},
-    }
-    return Problem(**{**values, **changes})
-
-
-def asked(**changes: Any) -> Asked:
-    values: dict[str, Any] = {
-        "task": "custom",
-        "recipe": RECIPE,
-        "epsilon": 5.0,
-        "delta": 1e-4,
-        "seeds": {"public": 2, "cold": 1, "warm": 2, "pda": 2},
-        "quick": True,
-    }
-    return Asked(**{**values, **changes})
-
-
-class Forbidden(Dataset[Any]):
-    """Private rows that must not be read."""
-
-    def __len__(self) -> int:
-        raise AssertionError("a private row was counted")
-
-    def __getitem__(self, index: int) -> Any:
-        raise AssertionError("a private row was read")
-
-
-# ---- what a search sees
-
-
-def test_public_search_reads_no_private_row_and_keeps_the_noise_of_the_real_plan() -> None:
-    own = problem(private=Forbidden(), validation=Forbidden())
-    plan = make_plan(RECIPE, own.population, 5.0, 1e-4)
-    arena = search_arena(own, RECIPE, plan, "public search")
-    assert not arena.spends
-    same = ("noise_multiplier", "expected_batch_size", "max_grad_norm", "unit")
-    assert {n: getattr(arena.plan, n) for n in same} == {n: getattr(plan, n) for n in same}
-    assert arena.plan.steps == round(0.2 * plan.steps)
-    parts = [arena.problem.private[0], arena.problem.public[0], arena.problem.test[0]]
-    rows = [{tuple(row) for row in part.tolist()} for part in parts]
-    assert [len(part) for part in rows] == [16, 16, 8]
-    assert set.union(*rows) == {tuple(row) for row in own.public[0].tolist()}
-    assert sum(map(len, rows)) == 40, "the parts overlap"
-
-
-def test_stand_in_rows_are_repeated_until_a_batch_can_be_drawn() -> None:
-    own, recipe = problem(), replace(RECIPE, batch_size=50)
-    arena = search_arena(own, recipe, make_plan(recipe, 200, 5.0, 1e-4), "public search")
-    assert len(arena.problem.private[0]) == 64  # 16 rows, four times: 50 can be expected
-    assert arena.plan.sampling_rate * len(arena.problem.private[0]) == pytest.approx(arena.plan.expected_batch_size)
-
-
-def test_a_whole_public_search_with_private_rows_that_explode(tmp_path: Path) -> None:
-    own = problem(private=Forbidden())
-    made = Study(folder=tmp_path, asked=asked(), source=lambda: own)
-    with pytest.raises(AssertionError, match="private row"):  # not before the first real run
-        made.go()
-    assert (tmp_path / "search" / "pda" / "choice.json").exists()
-    assert ledger_totals(tmp_path / "ledger.jsonl", 1e-4)["runs"] == 0
-
-
-def test_paper_search_needs_rows_set_aside(tmp_path: Path) -> None:
-    own = problem(validation=None)
-    made = Study(folder=tmp_path, asked=asked(search="paper search"), source=lambda: own)
-    with pytest.raises(ConfigError, match="set-aside"):
-        made.go()
-
-
-# ---- what is tried and chosen
-
-
-def test_the_grid_is_widened_at_an_edge_only_and_not_for_ever() -> None:
-    def loss(s: Setting, best: float) -> float:
-        return float(abs(np.log2(s.lr / best)))
-
-    def search(best: float) -> list[float]:
-        tried: list[Setting] = []
-        while True:
-            wanted = settings_wanted(GRID, "warm", {s: loss(s, best) for s in tried}, widen=True)
-            if wanted == tried:
-                return sorted(s.lr for s in tried)
-            tried = wanted
-
-    assert search(best=2.0) == [0.5, 1.0, 2.0, 4.0]  # 4 shows that 2 is no longer at the edge
-    assert search(best=1000.0) == [0.5, 1.0, 2.0, 4.0]
-    wide = replace(GRID, warm=(0.5, 1.0, 2.0))
-    losses = {s: loss(s, 1.0) for s in first_settings(wide, "warm")}
-    assert settings_wanted(wide, "warm", losses, widen=True) == first_settings(wide, "warm")
-
-
-def test_neighbours_of_alpha_go_towards_one_and_away() -> None:
-    among = [Setting(1.0, 0.8), Setting(1.0, 0.9), Setting(2.0, 0.9)]
-    assert Setting(1.0, 0.6) in neighbours(among[0], among)
-    assert Setting(2.0, 0.95) in neighbours(among[2], among)
-
-
-def test_the_choice_has_the_paired_standard_error(tmp_path: Path) -> None:
-    own = problem()
-    made = Study(folder=tmp_path, asked=asked(), source=lambda: own)
-    made.go()
-    folder, settings = tmp_path / "search" / "warm", first_settings(GRID, "warm")
-    choice = choose(folder, settings)
-    losses = [_losses(folder / s.label) for s in settings]
-    order = np.argsort([v.mean() for v in losses])
-    assert choice["setting"]["lr"] == settings[order[0]].lr
-    difference = losses[order[1]] - losses[order[0]]
-    assert choice["difference"] == pytest.approx(difference.mean(), rel=1e-5)
-    assert choice["standard_error"] == pytest.approx(difference.std(ddof=1) / len(difference) ** 0.5, rel=1e-5)
-
-
-def _losses(folder: Path) -> np.ndarray[Any, Any]:
-    from safetensors.numpy import load_file
-
-    return load_file(folder / "scored.safetensors")["loss"].astype(np.float64)
-
+from tests.small_study import GRID, RECIPE, accuracy, asked, loss_fn, make_model, problem, records, scored_losses
 
 # ---- a study
 
@@ -242,6 +85,30 @@ def test_seeds_can_be_added_and_none_left_out(finished: Any, tmp_path: Path, mon
     assert made == ["start", ("warm", 2)]
     with pytest.raises(ConfigError, match="seeds of warm=2 at least 3"):
         Study(folder=folder, asked=asked(search="paper search"), source=lambda: own).go()
+
+
+def test_a_study_goes_on_elsewhere_from_its_summary(
+    finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finished runs are kept, what is missing is done, and what was spent before is still counted."""
+    begun, elsewhere, own = tmp_path / "begun", tmp_path / "elsewhere", problem()
+    shutil.copytree(finished[0], begun)
+    shutil.rmtree(begun / "runs" / "warm-seed-1")
+    carry.keep(begun, tmp_path / "first.json")
+    carry.restore(tmp_path / "first.json", elsewhere)
+    done: list[Any] = []
+    monkeypatch.setattr(study_module, "run", lambda *args, **kwargs: done.append(args[2].seed) or run(*args, **kwargs))
+    Study(folder=elsewhere, asked=asked(search="paper search"), source=lambda: own).go()
+    assert done == [1]
+    carry.keep(elsewhere, tmp_path / "second.json")
+    first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "second"))
+    assert [r for r in second["runs"] if (r["method"], r["seed"]) != ("warm", 1)] == first["runs"]
+    assert len(second["runs"]) == len(finished[1]["runs"])
+    assert second["choices"] == first["choices"]
+    one_run = ledger_totals(elsewhere / "ledger.jsonl", 1e-4)
+    assert second["ledger"]["epsilon"] == pytest.approx(first["ledger"]["epsilon"] + one_run["epsilon"])
+    assert second["ledger"]["runs"] == first["ledger"]["runs"] + 1
+    assert set(second) == set(first)
 
 
 def test_other_data_or_another_model_are_noticed(finished: Any) -> None:
@@ -396,7 +263,7 @@ def test_compare_ends_in_words(tmp_path: Path) -> None:
     assert "All 2 private runs in the ledger together: epsilon" in text
     assert result.verdict["sentences"][0] in text
     (first, *_) = [run["curve"][0]["loss"] for run in result.summary["runs"] if run["method"] == "public"]
-    assert first == pytest.approx(_losses(tmp_path / "study" / "runs" / "public-seed-0")[:10].mean(), rel=1e-5)
+    assert first == pytest.approx(scored_losses(tmp_path / "study" / "runs" / "public-seed-0")[:10].mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

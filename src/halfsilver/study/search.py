@@ -105,5 +105,24 @@ def choose(folder: Path, settings: Sequence[Setting], score: str = "loss") -> di
     return choice
 
 
+def broken_start(choices: Mapping[str, Mapping[str, Any]]) -> str:
+    """A remark where the search saw the public start lose against random weights; else nothing."""
+    if not {"cold", "warm"} <= set(choices):
+        return ""
+    score = choices["warm"]["score"]
+    cold, warm = (_of_chosen(choices[method])[score] for method in ("cold", "warm"))
+    if None in (cold, warm) or better(score) * (warm - cold) >= 0:
+        return ""
+    return (
+        f"In the search warm is behind cold ({score} {warm:.4g} against {cold:.4g}): the public start is worse than "
+        "random weights. Mend pretraining before you trust this study."
+    )
+
+
+def _of_chosen(choice: Mapping[str, Any]) -> Mapping[str, Any]:
+    (found,) = (tried for tried in choice["tried"] if tried["setting"] == choice["setting"])
+    return found  # type: ignore[no-any-return]
+
+
 def _scored(folder: Path, setting: Setting, score: str) -> torch.Tensor:
     return load_file(folder / setting.label / "scored.safetensors")[score].double()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from halfsilver.study.search import broken_start
+
 
 def rows(summary: Mapping[str, Any]) -> list[list[str]]:
     """Method, its own epsilon, seeds, and each metric with the half-width of its interval."""
@@ -41,7 +43,8 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
         f"{summary['search']}, {method}: {_setting(choice)}{_error(choice)}"
         for method, choice in summary["choices"].items()
     ]
-    return [*choices, spent, *(f"Note: {stamp}." for stamp in summary["stamps"])]
+    remarks = [remark for remark in (broken_start(summary["choices"]),) if remark]
+    return [*choices, *remarks, spent, *(f"Note: {stamp}." for stamp in summary["stamps"])]
 
 
 def _setting(choice: Mapping[str, Any]) -> str:

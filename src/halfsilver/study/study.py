@@ -19,7 +19,7 @@ from halfsilver.study.check import require_same, require_usable, sizes
 from halfsilver.study.jobs import Tell, do_all, workers
 from halfsilver.study.problem import METHODS, Problem, Recipe, Setting
 from halfsilver.study.run import Run, run
-from halfsilver.study.search import SEARCHED, choose, costs_of, settings_wanted
+from halfsilver.study.search import SEARCHED, broken_start, choose, costs_of, settings_wanted
 from halfsilver.study.start import make_start
 from halfsilver.study.summary import STAMPS, summary_of
 
@@ -147,6 +147,8 @@ class Study:
             error = f", {choice['standard_error']:.4f} standard error" if "standard_error" in choice else ""
             ahead = f", ahead by {choice['difference']:.4f}{error}" if "difference" in choice else ""
             tell(f"{self.asked.search}: {method} {Setting(**choice['setting']).label}{ahead}")
+        if remark := broken_start({m: read_json(self._choice(m)) for m in self._searched()}):
+            tell(remark)
 
     def _runs(self) -> list[tuple[str, int]]:
         """Pairs of pda and warm first, one seed after the other: an unfinished study has something to compare."""
