@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import BinaryIO
@@ -137,3 +140,26 @@ def test_other_platforms_are_refused_with_a_way_out(tmp_path: Path, monkeypatch:
     with pytest.raises(PlatformUnsupported, match="WSL"):
         _os.write_atomically(tmp_path / "file", b"x")
     assert os.listdir(tmp_path) == []
+
+
+_FAULTS = """
+import resource, sys, torch
+from halfsilver import _os
+if sys.argv[1] == "keep":
+    _os.keep_freed_memory()
+def faults(blocks):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(blocks):
+        torch.zeros(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(4)
+print(faults(16))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
+def test_a_worker_uses_the_memory_of_freed_tensors_again() -> None:
+    def faults(what: str) -> int:
+        return int(subprocess.run([sys.executable, "-c", _FAULTS, what], check=True, capture_output=True).stdout)
+
+    assert 4 * faults("keep") < faults("leave")

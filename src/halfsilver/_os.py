@@ -1,4 +1,4 @@
-"""All that depends on the operating system: file locks, writes that survive a crash, workers that do not survive one.
+"""All that depends on the operating system: locks, writes that survive a crash, workers that do not, their memory.
 
 Callers reach these functions through the module (`_os.append_durably(...)`), so that a test can put a
 faulty disk in their place.
@@ -7,6 +7,7 @@ faulty disk in their place.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import secrets
@@ -27,6 +28,7 @@ except ImportError:  # pragma: no cover - Windows; every use refuses through _re
 Writer = Callable[[BinaryIO], None]
 
 _PARENT_ASKED_EVERY = 0.2
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's <malloc.h>
 
 
 def _require_posix() -> None:
@@ -207,3 +209,15 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory of tensors that are gone, for the tensors of the next step.
+
+    glibc gives large blocks back to the kernel, and each 4 KB of a new one costs a page fault. The process then holds
+    on to its peak: it is for worker processes, not for those of a user. Other C libraries are left as they are.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, -1)

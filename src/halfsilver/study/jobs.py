@@ -32,6 +32,7 @@ def workers(count: int) -> Iterator[Pool]:
 
 def _prepare(parent: int) -> None:
     _os.end_with_parent(parent)
+    _os.keep_freed_memory()
     import torch
 
     torch.set_num_threads(1)
