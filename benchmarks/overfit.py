@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.guesses import load
 from benchmarks.show import show
-from halfsilver.runs import read_json, versions, write_json
+from halfsilver.runs import RunFolder, read_json, versions, write_json
 from halfsilver.study.problem import Problem
 from halfsilver.study.run import per_example
 from halfsilver.study.start import load_start
@@ -41,8 +41,7 @@ def overfit(study: Path, data: Path) -> dict[str, Any]:
     about = read_json(study / "study.json")
     problem = TaskSource.of(about["task"], data, about["options"])()
     model, runs = problem.make_model(), []
-    found = {int(path.parent.name.rpartition("-")[2]) for path in study.glob("runs/pda-seed-*/result.json")}
-    for seed in sorted(s for s in found if (study / "runs" / f"warm-seed-{s}" / "result.json").exists()):
+    for seed in sorted(_finished(study, "warm") & _finished(study, "pda")):
         for method in METHODS:
             if method == "public":
                 load_start(model, study / "start" / f"seed-{seed}.safetensors")
@@ -51,6 +50,12 @@ def overfit(study: Path, data: Path) -> dict[str, Any]:
             runs.append({"method": method, "seed": seed, **figures(problem, model)})
     kept = {name: about[name] for name in ("task", "epsilon", "delta")}
     return {**kept, "runs": runs, "versions": versions()}
+
+
+def _finished(study: Path, method: str) -> set[int]:
+    """Seeds whose run has ended here; that of a study which was carried here has no weights."""
+    ended = (path.parent for path in study.glob(f"runs/{method}-seed-*/result.json"))
+    return {int(run.name.rpartition("-")[2]) for run in ended if RunFolder(run).checkpoint.exists()}
 
 
 def means(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
