@@ -96,8 +96,13 @@ def test_a_study_goes_on_elsewhere_from_its_summary(
     shutil.rmtree(begun / "runs" / "warm-seed-1")
     carry.keep(begun, tmp_path / "first.json")
     carry.restore(tmp_path / "first.json", elsewhere)
-    done: list[Any] = []
-    monkeypatch.setattr(study_module, "run", lambda *args, **kwargs: done.append(args[2].seed) or run(*args, **kwargs))
+    done: list[int] = []
+
+    def counted(arena: Arena, recipe: hs.Recipe, job: Run) -> None:
+        done.append(job.seed)
+        run(arena, recipe, job)
+
+    monkeypatch.setattr(study_module, "run", counted)
     Study(folder=elsewhere, asked=asked(search="paper search"), source=lambda: own).go()
     assert done == [1]
     carry.keep(elsewhere, tmp_path / "second.json")
