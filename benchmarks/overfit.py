@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,23 @@ def figures(problem: Problem, model: nn.Module) -> dict[str, float]:
 def overfit(study: Path, data: Path) -> dict[str, Any]:
     about = read_json(study / "study.json")
     problem = TaskSource.of(about["task"], data, about["options"])()
-    model, runs = problem.make_model(), []
+    runs = [
+        {"method": method, "seed": seed, **figures(problem, model)} for method, seed, model in models(study, problem)
+    ]
+    kept = {name: about[name] for name in ("task", "epsilon", "delta")}
+    return {**kept, "runs": runs, "versions": versions()}
+
+
+def models(study: Path, problem: Problem) -> Iterator[tuple[str, int, nn.Module]]:
+    """The start and the tested models of warm and pda, for each seed that has both; one model, filled anew."""
+    model = problem.make_model()
     for seed in sorted(_finished(study, "warm") & _finished(study, "pda")):
         for method in METHODS:
             if method == "public":
                 load_start(model, study / "start" / f"seed-{seed}.safetensors")
             else:
                 load(model, study / "runs" / f"{method}-seed-{seed}")
-            runs.append({"method": method, "seed": seed, **figures(problem, model)})
-    kept = {name: about[name] for name in ("task", "epsilon", "delta")}
-    return {**kept, "runs": runs, "versions": versions()}
+            yield method, seed, model
 
 
 def _finished(study: Path, method: str) -> set[int]:

@@ -1,0 +1,99 @@
+"""Why a mirror helps or not: what clipping does to the gradients of a study's models, and where the public one points.
+
+    python -m benchmarks.gradients STUDY [--rows 1000] [--out FILE]
+
+Test rows stand in for private ones, so no private row is read. For the start and the finished runs of warm and pda:
+
+- `row norm`, `clipped`: the median norm of a row's gradient, and the share of rows above the study's clip norm;
+- `bent by clipping`: how far the mean of the clipped gradients lies from their mean, as a share of its length;
+- `test norm`, `public norm`, `cosine`: the mean gradients on test rows and on public rows, and the angle between them;
+- `worth`: what a step along the public gradient takes off the test loss, where one along the test gradient takes off 1.
+
+The mirror step is `alpha` private plus `1 - alpha` public gradients, so a mirror can speed training up only where
+`worth` is large, or repair its direction only where clipping bends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.overfit import means, models
+from benchmarks.show import show
+from halfsilver._tensors import eval_mode, trainable
+from halfsilver.runs import read_json, versions, write_json
+from halfsilver.study.problem import Problem
+from halfsilver.tasks.source import TaskSource
+
+
+def row_gradients(problem: Problem, model: nn.Module, rows: tuple[Tensor, ...]) -> Iterator[Tensor]:
+    """One flat gradient for each row, without dropout, one backward pass each: slow, and nothing to get wrong."""
+    with eval_mode(model):
+        for row in zip(*(torch.split(column, 1) for column in rows), strict=True):
+            gradients = torch.autograd.grad(problem.loss_fn(model, row).sum(), trainable(model))
+            yield torch.cat([g.flatten() for g in gradients]).double()
+
+
+def figures(problem: Problem, model: nn.Module, clip_norm: float, rows: int) -> dict[str, float]:
+    size = sum(p.numel() for p in trainable(model))
+    test, cut, public = (torch.zeros(size, dtype=torch.float64) for _ in range(3))
+    norms = []
+    for g in row_gradients(problem, model, _first(problem.test, rows)):
+        norms.append(g.norm())
+        test += g
+        cut += g * (clip_norm / norms[-1]).clamp(max=1)
+    for number, g in enumerate(row_gradients(problem, model, _first(problem.public, rows))):
+        public += (g - public) / (number + 1)
+    test, cut = test / len(norms), cut / len(norms)
+    of_rows = torch.stack(norms)
+    return {
+        "row norm": float(of_rows.median()),
+        "clipped": float((of_rows > clip_norm).double().mean()),
+        "bent by clipping": float((cut - test).norm() / test.norm()),
+        "test norm": float(test.norm()),
+        "public norm": float(public.norm()),
+        "cosine": float(torch.dot(test, public) / test.norm() / public.norm()),
+        "worth": float(torch.dot(test, public) / torch.dot(test, test)),
+    }
+
+
+def _first(rows: Any, n: int) -> tuple[Tensor, ...]:
+    return tuple(column[:n] for column in rows)
+
+
+def gradients(study: Path, data: Path, rows: int) -> dict[str, Any]:
+    about = read_json(study / "study.json")
+    problem = TaskSource.of(about["task"], data, about["options"])()
+    clip_norm = about["plan"]["max_grad_norm"]
+    runs = [
+        {"method": method, "seed": seed, **figures(problem, model, clip_norm, rows)}
+        for method, seed, model in models(study, problem)
+    ]
+    kept = {name: about[name] for name in ("task", "epsilon", "delta")}
+    return {**kept, "clip_norm": clip_norm, "rows": rows, "runs": runs, "versions": versions()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--rows", type=int, default=1000, help="the first so many test rows, and public rows")
+    parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    result = gradients(args.study, args.data, args.rows)
+    if args.out is not None:
+        write_json(args.out, result)
+    lines = means(result["runs"])
+    print(json.dumps(result)) if args.json else show("Gradients", lines, list(lines[0]))
+
+
+if __name__ == "__main__":
+    main()
