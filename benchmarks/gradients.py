@@ -44,15 +44,15 @@ def row_gradients(problem: Problem, model: nn.Module, rows: tuple[Tensor, ...]) 
 def figures(problem: Problem, model: nn.Module, clip_norm: float, rows: int) -> dict[str, float]:
     size = sum(p.numel() for p in trainable(model))
     test, cut, public = (torch.zeros(size, dtype=torch.float64) for _ in range(3))
-    norms = []
+    norms: list[float] = []  # as numbers: a small tensor kept for each row sits in the large holes that rows leave
     for g in row_gradients(problem, model, _first(problem.test, rows)):
-        norms.append(g.norm())
+        norms.append(float(g.norm()))
         test += g
-        cut += g * (clip_norm / norms[-1]).clamp(max=1)
+        cut += g * min(1.0, clip_norm / max(norms[-1], 1e-30))
     for number, g in enumerate(row_gradients(problem, model, _first(problem.public, rows))):
         public += (g - public) / (number + 1)
     test, cut = test / len(norms), cut / len(norms)
-    of_rows = torch.stack(norms)
+    of_rows = torch.tensor(norms)
     return {
         "row norm": float(of_rows.median()),
         "clipped": float((of_rows > clip_norm).double().mean()),

@@ -40,7 +40,7 @@ def compare(
     delta: Delta = None,
     recipe: RecipeName = "workstation",
     seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
-    cold_seeds: Annotated[int | None, typer.Option(help="Runs of cold, where fewer are enough.")] = None,
+    cold_seeds: Annotated[int | None, typer.Option(help="Runs of cold, where fewer are enough; 0: without it.")] = None,
     search: Annotated[str, typer.Option(help="public: no private row is used; paper: on set-aside rows.")] = "public",
     quick: Annotated[bool, typer.Option(help="2 epochs, 3 learning rates, 1 alpha; not for publication.")] = False,
     data: Data = None,

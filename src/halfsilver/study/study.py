@@ -229,5 +229,10 @@ def _told(folder: Path) -> str:
 
 
 def seeds_for(methods: Sequence[str], seeds: int, cold_seeds: int | None = None) -> dict[str, int]:
-    """The same number of seeds for every method; fewer for cold where asked, because it is the least interesting."""
-    return {m: cold_seeds if m == "cold" and cold_seeds is not None else seeds for m in methods}
+    """The same number of seeds for every method; fewer for cold where asked, because it is the least interesting.
+
+    >>> seeds_for(("cold", "warm"), 3, 1), seeds_for(("cold", "warm"), 3, 0)
+    ({'cold': 1, 'warm': 3}, {'warm': 3})
+    """
+    counted = {m: cold_seeds if m == "cold" and cold_seeds is not None else seeds for m in methods}
+    return {m: n for m, n in counted.items() if (m, n) != ("cold", 0)}
