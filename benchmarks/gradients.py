@@ -9,8 +9,8 @@ Test rows stand in for private ones, so no private row is read. For the start an
 - `test norm`, `public norm`, `cosine`: the mean gradients on test rows and on public rows, and the angle between them;
 - `worth`: what a step along the public gradient takes off the test loss, where one along the test gradient takes off 1.
 
-The mirror step is `alpha` private plus `1 - alpha` public gradients, so a mirror can speed training up only where
-`worth` is large, or repair its direction only where clipping bends it.
+A mirror step gives the private gradient the weight `alpha` and the public one `1 - alpha`: apart from the noise, it
+gets ahead of the private gradient alone where `worth` is above 1, or where clipping has bent that one.
 """
 
 from __future__ import annotations
