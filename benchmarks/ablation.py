@@ -32,7 +32,6 @@ from halfsilver.tasks.source import TaskSource
 SETTINGS = {  # chosen by the search of the task's first study
     "emnist": {"warm": Setting(4.0), "pda": Setting(2.0, 0.95)},
     "cifar10": {"warm": Setting(0.06), "pda": Setting(0.12, 0.995)},
-    "wikitext2": {"warm": Setting(4.0), "pda": Setting(4.0, 0.995)},
 }
 CLIP_NORMS = (1.0, 4.0, 16.0)
 
@@ -160,8 +159,8 @@ def main() -> None:
     recipe, more = load(args.task, args.recipe)
     recipe = recipe if args.length is None else replace(recipe, search_share=args.length)
     settings = {method: replace(s, lr=s.lr * args.rate) for method, s in SETTINGS[args.task].items()}
-    study = Ablation(TaskSource.of(args.task, args.data, more.get("task", {})), args.out, args.epsilon, more["delta"],
-                     recipe, settings, args.seeds, args.only)  # fmt: skip
+    study = Ablation(TaskSource.of(args.task, args.data, {}), args.out, args.epsilon, more["delta"], recipe,
+                     settings, args.seeds, args.only)  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     with workers(args.workers) as pool:  # starts first: two jobs that share one must not make it at once
         do_all(pool, study.do, [job for job in study.jobs() if job[1] == "public"], partial(print, flush=True))

@@ -15,22 +15,17 @@ gets ahead of the private gradient alone where `worth` is above 1, or where clip
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.overfit import means, models
-from benchmarks.show import show
+from benchmarks.overfit import each_model, options, tell
 from halfsilver._tensors import eval_mode, trainable
-from halfsilver.runs import read_json, versions, write_json
+from halfsilver.runs import read_json
 from halfsilver.study.problem import Problem
-from halfsilver.tasks.source import TaskSource
 
 
 def row_gradients(problem: Problem, model: nn.Module, rows: tuple[Tensor, ...]) -> Iterator[Tensor]:
@@ -68,31 +63,13 @@ def _first(rows: Any, n: int) -> tuple[Tensor, ...]:
     return tuple(column[:n] for column in rows)
 
 
-def gradients(study: Path, data: Path, rows: int) -> dict[str, Any]:
-    about = read_json(study / "study.json")
-    problem = TaskSource.of(about["task"], data, about["options"])()
-    clip_norm = about["plan"]["max_grad_norm"]
-    runs = [
-        {"method": method, "seed": seed, **figures(problem, model, clip_norm, rows)}
-        for method, seed, model in models(study, problem)
-    ]
-    kept = {name: about[name] for name in ("task", "epsilon", "delta")}
-    return {**kept, "clip_norm": clip_norm, "rows": rows, "runs": runs, "versions": versions()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path)
+    parser = options(__doc__)
     parser.add_argument("--rows", type=int, default=1000, help="the first so many test rows, and public rows")
-    parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    result = gradients(args.study, args.data, args.rows)
-    if args.out is not None:
-        write_json(args.out, result)
-    lines = means(result["runs"])
-    print(json.dumps(result)) if args.json else show("Gradients", lines, list(lines[0]))
+    asked = {"clip_norm": read_json(args.study / "study.json")["plan"]["max_grad_norm"], "rows": args.rows}
+    result = each_model(args.study, args.data, partial(figures, **asked))
+    tell("Gradients", {**asked, **result}, args)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,11 @@ def figures(problem: Problem, model: nn.Module) -> dict[str, float]:
     }
 
 
-def overfit(study: Path, data: Path) -> dict[str, Any]:
+def each_model(study: Path, data: Path, figures: Callable[[Problem, nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
+    """What the study is, and the figures of each of its models."""
     about = read_json(study / "study.json")
     problem = TaskSource.of(about["task"], data, about["options"])()
-    runs = [
-        {"method": method, "seed": seed, **figures(problem, model)} for method, seed, model in models(study, problem)
-    ]
+    runs = [{"method": m, "seed": seed, **figures(problem, model)} for m, seed, model in models(study, problem)]
     kept = {name: about[name] for name in ("task", "epsilon", "delta")}
     return {**kept, "runs": runs, "versions": versions()}
 
@@ -76,18 +75,25 @@ def means(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(text: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path)
     parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = overfit(args.study, args.data)
+    return parser
+
+
+def tell(title: str, result: dict[str, Any], args: argparse.Namespace) -> None:
     if args.out is not None:
         write_json(args.out, result)
     rows = means(result["runs"])
-    print(json.dumps(result)) if args.json else show("Public rows and test rows", rows, list(rows[0]))
+    print(json.dumps(result)) if args.json else show(title, rows, list(rows[0]))
+
+
+def main() -> None:
+    args = options(__doc__).parse_args()
+    tell("Public rows and test rows", each_model(args.study, args.data, figures), args)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Study:
         match = _NAME.fullmatch(self.stem)
         name = match["name"] if match else None
         task = TITLES.get(self.summary["task"], self.summary["task"])
-        return f"{task} ({name})" if name else task
+        return f"{task} ({name.replace('-', ' ')})" if name else task
 
     @property
     def order(self) -> tuple[Any, ...]:
