@@ -27,6 +27,7 @@ SHARED = {
     "halfsilver._sharded",
     "halfsilver.averaging",
     "halfsilver._local",
+    "halfsilver._model_state",
 }
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "ssl", "urllib", "urllib3"}

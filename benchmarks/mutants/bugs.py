@@ -6,24 +6,30 @@ import itertools
 import math
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, final
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.mutants.change import Change
-from halfsilver._tensors import Tensors
+from halfsilver._model_state import ModelState
+from halfsilver._tensors import Tensors, trainable
+from halfsilver.audit import bank
+from halfsilver.audit.bank import Banked
 from halfsilver.mirror import PublicLoss
-from halfsilver.privacy import mechanism, noise, releases
+from halfsilver.privacy import gradients, mechanism, noise, releases
 from halfsilver.privacy.entropy import Entropy, UnsafeSeed
 from halfsilver.privacy.gradients import base
 from halfsilver.privacy.gradients.base import ClippedSum
 from halfsilver.privacy.gradients.book import outer
+from halfsilver.privacy.gradients.hooks import OpacusHooks
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.releases import Releases
+from halfsilver.privacy.users import local
 
 Bug = Callable[[], list[Change]]
 
@@ -122,6 +128,87 @@ def nan_passes() -> list[Change]:
 def gram_norm_cancels() -> list[Change]:
     """The norm without the bound on its rounding."""
     return [Change(outer, "gram_slack", lambda real, left, *args: torch.zeros(len(left), dtype=torch.float64))]
+
+
+def norm_misses_a_use() -> list[Change]:
+    """Norms from what the layers saw, the sum from autograd over all uses of a weight, one of them past its layer.
+
+    This is how ghost clipping works. The check on made-up rows is taken out, since a gate can hide that use from it.
+    """
+
+    def look_up(real: Any, layer: Any, place: Tensor) -> Tensor:
+        past, through = bank.weight(layer).flatten()[place], real(layer, place)[:, 1]
+        return torch.stack([past, through], dim=1)
+
+    def clipped_sum(real: Any, self: Any, batch: Any, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+        factors = base.clip_factors(base.row_norms(self.per_example(batch)), max_grad_norm, 1e-3, rows)
+        with torch.enable_grad():
+            losses = torch.where(factors > 0, self._loss_fn(self._model, batch), 0.0) * factors
+            return ClippedSum(list(torch.autograd.grad(losses.sum(), trainable(self._model))), max_grad_norm)
+
+    return [
+        Change(bank, "_look_up", look_up),
+        Change(OpacusHooks, "clipped_sum", clipped_sum),
+        Change(gradients, "_require_close", lambda real, *args: None),
+    ]
+
+
+# ---- what a pass leaves behind
+
+
+def _writing(write: Callable[[Any, Tensor], object]) -> list[Change]:
+    """A model that has a buffer and a frozen weight to spare, and writes at each private pass what it read."""
+
+    def made(real: Any, self: Banked, *args: Any) -> None:
+        real(self, *args)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_parameter("frozen", nn.Parameter(torch.zeros(()), requires_grad=False))
+
+    def forward(real: Any, self: Banked, record: Any, public: bool = False) -> Any:
+        if not public:
+            write(self, record[2].sum())
+        return real(self, record, public)
+
+    return [Change(Banked, "__init__", made), Change(Banked, "forward", forward)]
+
+
+def _unguarded() -> list[Change]:
+    """No layer is refused, no pass is tried on made-up rows, and nothing that a pass writes is put back."""
+    return [
+        Change(mechanism, "probe", lambda real, *args: None),
+        Change(ModelState, "put_back", lambda real, self, values: []),
+    ]
+
+
+def buffer_written() -> list[Change]:
+    return [*_unguarded(), *_writing(lambda model, read: model.seen.add_(read))]
+
+
+def mode_flipped() -> list[Change]:
+    return [*_unguarded(), *_writing(lambda model, read: model.inner.train(bool(read % 4 == 0)))]
+
+
+def embedding_renormalised() -> list[Change]:
+    def layer(real: Any, *args: Any) -> Any:
+        made = real(*args)
+        made.max_norm = 1e-6
+        return made
+
+    return [*_unguarded(), Change(bank, "_layer", layer)]
+
+
+def frozen_weight_written_by_a_user() -> list[Change]:
+    """Only trained weights and buffers are put back after a user's training."""
+
+    @contextmanager
+    def kept(real: Any, model: nn.Module) -> Iterator[None]:
+        held = [(t, t.detach().clone()) for t in (*trainable(model), *model.buffers())]
+        yield
+        with torch.no_grad():
+            for t, value in held:
+                t.copy_(value)
+
+    return [Change(local, "untouched", kept), *_writing(lambda model, read: model.frozen.add_(read))]
 
 
 # ---- sampling

@@ -17,17 +17,22 @@ from benchmarks.mutants.bugs import Bug
 from halfsilver._tensors import batch_rows
 from halfsilver.audit.bank import Layout
 from halfsilver.audit.instruments import Instrument
-from halfsilver.audit.loops import LOOPS, plan_of, synthetic, trainer_loop
+from halfsilver.audit.loops import LOOPS, layered, plan_of, synthetic, trainer_loop
 from halfsilver.audit.run import Run
 from halfsilver.mirror import FirstOrder
 from halfsilver.privacy import mechanism
-from halfsilver.privacy.gradients import base, ghost
+from halfsilver.privacy.gradients import base
 from halfsilver.privacy.gradients.book import backend as book
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.users import source as users
 
 _HALF = "map/FirstOrder(0.5)"  # where half of each direction is public, throughout the run
-RUNS: dict[str, Run] = {**LOOPS, _HALF: trainer_loop(_HALF, mirror=FirstOrder(0.5))}
+_TOKENS = "layer/embedding by vmap"
+RUNS: dict[str, Run] = {
+    **LOOPS,
+    _HALF: trainer_loop(_HALF, mirror=FirstOrder(0.5)),
+    _TOKENS: layered(trainer_loop(_TOKENS, "vmap"), "embedding"),
+}
 INSTRUMENTS: tuple[Instrument, ...] = ("A", "B", "C", "reconciliation")
 
 
@@ -64,6 +69,7 @@ class Mutant:
 
 _BOOK = Setting(loop="trainer/book")
 _TWO = Setting(loop="two processes")
+_SMALL = replace(_BOOK, canaries=20, replay=True)
 
 MUTANTS: dict[str, Mutant] = {
     "noise x 0.9": Mutant(
@@ -75,9 +81,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "noise x 0.5": Mutant(bugs.weaker_noise(0.5), Setting(loop="federated"), by=("A", "B")),
     "clip x 2": Mutant(bugs.longer_clip(2, base, book), replace(_BOOK, replay=True), by=("A", "C")),
-    "no clip": Mutant(
-        bugs.longer_clip(math.inf, base, ghost), Setting(loop="trainer/ghost", replay=True), by=("A", "B", "C")
-    ),
+    "no clip": Mutant(bugs.longer_clip(math.inf, base), Setting(loop="trainer/hooks", replay=True), by=("A", "B", "C")),
     "rate x 1.5": Mutant(bugs.higher_rate(1.5, mechanism), _BOOK, by=("B",)),
     "rate x 2": Mutant(bugs.higher_rate(2, users), Setting(loop="federated", canaries=100), by=("B",)),
     "cyclic batches": Mutant(bugs.cyclic_batches, _BOOK, by=("B",)),
@@ -93,5 +97,12 @@ MUTANTS: dict[str, Mutant] = {
     "ledger off by one": Mutant(bugs.ledger_off_by_one, replace(_BOOK, canaries=20), by=("reconciliation",)),
     "NaN passes": Mutant(bugs.nan_passes, Setting(loop="trainer/vmap", replay=True), by=("A", "B", "C")),
     "divided by the realised batch": Mutant(bugs.realised_batch, replace(_BOOK, replay=True), by=("C",)),
+    "norm misses a use": Mutant(bugs.norm_misses_a_use, Setting(loop="trainer/hooks", replay=True), by=("A", "C")),
+    "buffer written": Mutant(bugs.buffer_written, _SMALL, by=("C",)),
+    "mode flipped": Mutant(bugs.mode_flipped, _SMALL, by=("C",)),
+    "embedding renormalised": Mutant(bugs.embedding_renormalised, replace(_SMALL, loop=_TOKENS), by=("C",)),
+    "frozen weight written by a user": Mutant(
+        bugs.frozen_weight_written_by_a_user, replace(_SMALL, loop="federated"), by=("C",)
+    ),
     "Gram norm cancels": Mutant(bugs.gram_norm_cancels, Setting(loop="layer/embedding", replay=True), by=("B", "C")),
 }

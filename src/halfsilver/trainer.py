@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfsilver._distributed import World
+from halfsilver._random import own_randomness
 from halfsilver._sharded import replicated, reshard, unwrapped, whole_model
 from halfsilver._tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.averaging import Average, AverageKind, copy_to
@@ -35,6 +36,7 @@ Stopped = Literal["finished", "budget"]
 Source = PrivateGradient | UserUpdates  # of released gradients
 
 _LOG_LINES = 200
+_PROBE_ROWS = 64  # public rows on which the model is tried before any private one is read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,14 +271,16 @@ class Trainer:
         entropy = OsEntropy() if seed is None else UnsafeSeed(world.own_seed(seed))
         alike = psi if self.public_loss_fn is None else None  # public records of the private ones' kind
         run: dict[str, Any] = {"ledger": session.ledger, "run_id": session.run_id, "entropy": entropy, "world": world}
+        with own_randomness(0, [self._device]):  # a public data set may draw
+            known = alike and alike.rows.batch(torch.arange(min(_PROBE_ROWS, len(alike.rows))), self._device)
         if isinstance(private, Engine):
-            rows = alike and alike.rows.batch(torch.arange(min(2, len(alike.rows))), self._device)
-            run |= {"public_rows": rows, "step": lambda: self._state.step}
+            run |= {"public_rows": known, "step": lambda: self._state.step}
             return UserUpdates(self.model, self.loss_fn, private, self.plan, **run)
         if alike is not None:
             self._public_example = alike.rows.example()
         public_rows = psi.rows.batches() if psi and self.skip_public_copies and not session.finished else ()
-        run |= {"public_example": self._public_example, "public_rows": public_rows, "speed": self.speed}
+        run |= {"public_example": self._public_example, "public_rows": public_rows, "probe_rows": known}
+        run |= {"speed": self.speed}
         return PrivateGradient(self.model, self.loss_fn, private, self.plan, **run)
 
     def _begin(self, session: Session, psi: PublicLoss | None, saved: Parts | None) -> None:

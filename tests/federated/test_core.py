@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,35 +212,34 @@ def test_nobody_counts_twice(tmp_path: Path) -> None:
 
 
 class KeepsAMean(nn.Module):
-    """Puts a new tensor in the place of its buffer; with `hidden` the mean is no buffer at all."""
+    """Puts a new tensor in the place of its buffer, of an attribute, or in an object that nobody follows."""
 
     mean: Tensor
 
-    def __init__(self, hidden: bool) -> None:
+    def __init__(self, place: str) -> None:
         super().__init__()
         self.linear = linear()
-        self.register_buffer("mean", torch.zeros(6))
-        self.hidden = torch.zeros(6) if hidden else None
+        if place == "buffer":
+            self.register_buffer("mean", torch.zeros(6))
+        else:
+            self.mean = torch.zeros(6)
+        self.keeper = SimpleNamespace(mean=self.mean) if place == "hidden" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = self.mean if self.hidden is None else self.hidden
-        mean = 0.9 * mean + 0.1 * x.detach().mean(0)
-        if self.hidden is None:
-            self.mean = mean
-        else:
-            self.hidden = mean
-        out: Tensor = self.linear(x - mean)
+        keeper: Any = self.keeper or self
+        keeper.mean = 0.9 * keeper.mean + 0.1 * x.detach().mean(0)
+        out: Tensor = self.linear(x - keeper.mean)
         return out
 
 
 def test_what_a_layer_keeps_does_not_reach_the_next_user(tmp_path: Path) -> None:
     local = LocalTraining(lr=0.1)
-    model = KeepsAMean(hidden=False)
-    first = flatten(local_update(model, loss_fn, columns(4), local))
-    local_update(model, loss_fn, columns(4, seed=1), local)
-    assert torch.equal(flatten(local_update(model, loss_fn, columns(4), local)), first)
-    assert not model.mean.any()
-    public = PublicUsers(hidden := KeepsAMean(hidden=True), loss_fn, [columns(4)], local)
+    for model in (KeepsAMean("buffer"), KeepsAMean("attribute")):
+        first = flatten(local_update(model, loss_fn, columns(4), local))
+        local_update(model, loss_fn, columns(4, seed=1), local)
+        assert torch.equal(flatten(local_update(model, loss_fn, columns(4), local)), first)
+        assert not model.mean.any()
+    public = PublicUsers(hidden := KeepsAMean("hidden"), loss_fn, [columns(4)], local)
     with pytest.raises(UnsupportedLayer, match="another user"):
         trainer(hidden, plan()).fit(InProcess(users(), local), public, run_dir=tmp_path)
 

@@ -107,7 +107,7 @@ def test_division_is_by_the_declared_batch_not_the_real_one(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
-@pytest.mark.parametrize("backend", ["vmap", "hooks", "ghost"])
+@pytest.mark.parametrize("backend", ["vmap", "hooks", "book"])
 def test_micro_batches_and_backends_change_nothing(tmp_path: Path, size: int, backend: Any) -> None:
     """Same rows, other micro-batches and backends, half of the rows clipped: the sum agrees to 1e-5."""
     torch.manual_seed(0)
@@ -136,7 +136,7 @@ class Bad(Dataset[Any]):
         return x, torch.as_tensor(y)
 
 
-@pytest.mark.parametrize("backend", ["vmap", "hooks", "ghost"])
+@pytest.mark.parametrize("backend", ["vmap", "hooks", "book"])
 def test_bad_records_contribute_zero_and_raise_nothing(tmp_path: Path, backend: Any) -> None:
     torch.manual_seed(0)
     model, p, example = nn.Linear(6, 3), plan(sampling_rate=1.0), (torch.zeros(6), torch.tensor(0))

@@ -45,7 +45,7 @@ from halfsilver.trainer import Trainer
 
 Rows = tuple[Tensor, Tensor]
 
-BACKENDS: tuple[BackendName, ...] = ("book", "vmap", "hooks", "ghost")
+BACKENDS: tuple[BackendName, ...] = ("book", "vmap", "hooks")
 MAPS: dict[str, MirrorMap] = {
     "FirstOrder": FirstOrder(cosine(end=0.5)),
     "Quadratic": Quadratic(damping=0.5, normalize=False, dense_limit=0),
@@ -139,6 +139,7 @@ def two_processes(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: 
         intents=intents(folder / "run" / "ledger.jsonl"),
         releases=len(first["scores"]),
         rest=bytes(first["rest"]).decode(),
+        fixed=bytes(first["fixed"]).decode(),
     )
 
 
@@ -163,8 +164,8 @@ def _rank(rank: int, audited: Audited, plan: PrivacyPlan, folder: Path, layout: 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder.resolve()}/meet", rank=rank, world_size=2)
     seen = audited(plan, folder / "run", layout, seed)
-    rest = np.frombuffer(seen.rest.encode(), dtype=np.uint8)
-    save_file({"scores": seen.scores, "reads": seen.reads, "rest": rest}, folder / f"{rank}.safetensors")
+    digests = {name: np.frombuffer(getattr(seen, name).encode(), dtype=np.uint8) for name in ("rest", "fixed")}
+    save_file({"scores": seen.scores, "reads": seen.reads, **digests}, folder / f"{rank}.safetensors")
     dist.barrier()
 
 

@@ -47,8 +47,9 @@ class Observation:
     `scores` is [T, 2, width]; `kinds` is [2, width]. `reads` is [world, T, R]: how often each process read each of the
     R canary records in each step, in the order in which they lie in the data; `places` is [R], the number of the bank
     (as in ``scores.reshape(T, -1)``) that belongs to each record. `intents` are the steps that the ledger counts,
-    `releases` the updates that the model had. `rest` is a digest of all other parameters after every step, or empty.
-    `replays` are there if the loop was run again on neighbouring data.
+    `releases` the updates that the model had. `rest` is a digest of all other trained parameters after every step, and
+    `fixed` one of what is not trained: frozen parameters, buffers and modes. Either may be empty. `replays` are there
+    if the loop was run again on neighbouring data.
     """
 
     loop: str
@@ -60,6 +61,7 @@ class Observation:
     intents: int
     releases: int
     rest: str = ""
+    fixed: str = ""
     replays: tuple[Replay, ...] = ()
 
     @property

@@ -58,7 +58,7 @@ class Audited:
         public_loss_fn = trainer.public_loss_fn or trainer.loss_fn
         model = Banked(copy.deepcopy(trainer.model), trainer.loss_fn, public_loss_fn, layout, curvature)
         columns, order = layout.records(rows, plan.max_grad_norm)
-        watch = Watch(order, len(layout.places), lambda _: model.numbers(), trainable(model.inner))
+        watch = Watch(order, len(layout.places), lambda _: model.numbers(), trainable(model.inner), model)
         records = WatchedRecords(columns, watch, layout.example(rows, plan.max_grad_norm))
         clock = Clock(step=0, total_steps=plan.steps, steps_per_epoch=1 / plan.sampling_rate)
         require_readable(trainer.mirror, clock)
@@ -81,6 +81,7 @@ class Audited:
             intents=intents(RunFolder(folder).ledger),
             releases=len(watch.numbers),
             rest=watch.rest if isinstance(trainer.mirror, _SEPARATE) else "",
+            fixed=watch.fixed,
         )
 
     def _trainer(
@@ -142,7 +143,7 @@ def replayed(run: Run, plan: PrivacyPlan, folder: Path, layout: Layout, leaver: 
     with_it = run(short, folder / "with", small, _SEED)
     without = run(short, folder / "without", replace(small, absent=True), _SEED)
     difference = (with_it.scores - without.scores).reshape(len(with_it.scores), -1)
-    facts = ("rest", "intents", "releases")
+    facts = ("rest", "fixed", "intents", "releases")
     return Replay(
         leaver=leaver,
         reach=np.linalg.norm(difference, axis=1),

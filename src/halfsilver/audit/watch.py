@@ -10,6 +10,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from halfsilver._tensors import Batch, Tensors, batch_rows, take_rows
@@ -23,12 +24,23 @@ from halfsilver.privacy.schema import Schema
 
 @final
 class Watch:
-    """Notes the bank, and a digest of all other parameters, after every step of any optimizer inside `watching`."""
+    """Notes the bank, and digests of all else that the model holds, after every step inside `watching`.
 
-    def __init__(self, order: Array, canaries: int, bank: Callable[[Optimizer], Array], rest: Tensors) -> None:
-        self.order, self._canaries, self._bank, self._rest = order, canaries, bank, rest
+    `rest` are the trained parameters beside the bank. Of `model`, all that is not trained is noted as well: frozen
+    parameters, buffers and the modes of its modules, which nothing in a run may change.
+    """
+
+    def __init__(
+        self,
+        order: Array,
+        canaries: int,
+        bank: Callable[[Optimizer], Array],
+        rest: Tensors,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.order, self._canaries, self._bank, self._rest, self._model = order, canaries, bank, rest, model
         self._reads: list[Array] = []
-        self._digest = hashlib.sha256()
+        self._digest, self._fixed = hashlib.sha256(), hashlib.sha256()
         self.numbers: list[Array] = []
         self.read_for: list[Array] = []
 
@@ -48,11 +60,20 @@ class Watch:
         self.read_for.append(sum(self._reads, np.zeros(self._canaries, dtype=np.int64)))
         self._reads.clear()
         for p in self._rest:
-            self._digest.update(p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            self._digest.update(_bytes(p))
+        for module in self._model.modules() if self._model is not None else ():
+            held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            self._fixed.update(repr(module.training).encode())
+            for t in (t for t in held if not t.requires_grad):
+                self._fixed.update(_bytes(t))
 
     @property
     def rest(self) -> str:
         return self._digest.hexdigest()
+
+    @property
+    def fixed(self) -> str:
+        return self._fixed.hexdigest()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -62,6 +83,11 @@ class Watch:
             yield
         finally:
             hook.remove()
+
+
+def _bytes(t: torch.Tensor) -> bytes:
+    found: bytes = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return found
 
 
 @final

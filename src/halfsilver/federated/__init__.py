@@ -4,7 +4,7 @@
 `halfsilver.federated.flower` reaches them through Flower. Everything else is as in central training.
 """
 
-from halfsilver._local import LocalTraining, local_update
+from halfsilver._local import LocalTraining
 from halfsilver.mirror.users import PublicUsers
 from halfsilver.privacy.users import (
     Contribution,
@@ -17,6 +17,7 @@ from halfsilver.privacy.users import (
     TensorUsers,
     UserStore,
     Workers,
+    local_update,
     tff_users,
 )
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from halfsilver._local import LocalTraining, kept, local_update
+from halfsilver._local import LocalTraining, descend
+from halfsilver._model_state import untouched
 from halfsilver._random import own_randomness
 from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, map_batch, norm, scale, take_rows, trainable
 from halfsilver.averaging import copy_to
@@ -47,7 +48,7 @@ class PublicUsers(PublicLoss):
     def gradient(self, params: Tensors | None = None, *, step: int | None = None) -> Tensors:
         """The mean update of the public users of this step, at the parameters that are given."""
         live = trainable(self.model)
-        with own_randomness(derive_seed(self.seed, step), [live[0].device]), kept(self.model):
+        with own_randomness(derive_seed(self.seed, step), [live[0].device]), untouched(self.model):
             copy_to(live, params or live)
             drawn = torch.randperm(len(self._users))[: self._cohort].tolist()
             total = [torch.zeros_like(p) for p in live]
@@ -56,9 +57,12 @@ class PublicUsers(PublicLoss):
         return total
 
     def _update(self, rows: Batch) -> Tensors:
-        device = trainable(self.model)[0].device
-        shuffled = take_rows(rows, torch.randperm(batch_rows(rows)))
-        update = local_update(self.model, self.loss_fn, map_batch(lambda t: t.to(device), shuffled), self._local)
+        params, order = trainable(self.model), torch.randperm(batch_rows(rows))
+        shuffled = map_batch(lambda t: t[order].to(params[0].device), rows)
+        with untouched(self.model):
+            batches = (take_rows(shuffled, batch) for batch in self._local.slices(len(order)))
+            losses = (self.loss_fn(self.model, batch).mean() for batch in batches)
+            update = descend(params, losses, self._local.lr)
         size = norm(update)
         return update if self._max_norm is None or size <= self._max_norm else scale(update, self._max_norm / size)
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from halfsilver._distributed import World
+from halfsilver._model_state import ModelState, untouched
 from halfsilver._random import own_randomness
 from halfsilver._sharded import Pieces, reshard, whole_model
 from halfsilver._tensors import Batch, LossFn, Tensors, batch_leaves, batch_rows, map_batch, take_rows, trainable
@@ -25,7 +26,7 @@ from halfsilver.privacy.gradients.probe import PROBE_ROWS, probe
 from halfsilver.privacy.gradients.rows import default_rows, fastest_rows, padded_rows
 from halfsilver.privacy.gradients.users import clipped_user_gradient
 from halfsilver.privacy.ledger import Ledger
-from halfsilver.privacy.overlap import PublicCopies
+from halfsilver.privacy.overlap import PublicCopies, as_private
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.releases import Releases
 from halfsilver.privacy.sampling import poisson_chunks
@@ -33,6 +34,8 @@ from halfsilver.privacy.sampling import poisson_chunks
 # One durable ledger record covers about a second of steps, and at most a fiftieth of the plan: a kill loses no more.
 _BLOCK_SECONDS = 1.0
 _BLOCK_SHARE = 50
+
+Chunk = torch.Tensor | slice  # numbers of units
 
 # Records by which several ranks see whether they have the same data.
 _COMPARED = 64
@@ -49,6 +52,7 @@ class PrivateGradient:
     these shares, drawn independently, are together one Poisson sample. Only rank 0 has, and needs, the ledger.
 
     A private row that is also one of `public_rows`, which come in batches, contributes nothing: see `PublicCopies`.
+    `probe_rows` are some public rows on which the model is tried, besides made-up ones.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class PrivateGradient:
         run_id: str,
         public_example: Any = None,
         public_rows: Iterable[Batch] = (),
+        probe_rows: Batch | None = None,
         speed: Speed | None = None,
         entropy: Entropy | None = None,
         world: World | None = None,
@@ -76,15 +81,16 @@ class PrivateGradient:
             p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous()
             for p in self._params
         )
-        with self._world.together():
+        self._state, self._careful = ModelState(self._model), False
+        with self._world.together(), untouched(self._model):
             self._pieces = Pieces(self._params, self._world)
             self._open(private, public_example)
             with own_randomness(0, [self._device]):  # a public data set may draw, too
                 self._copies = PublicCopies(self._schema, public_rows if self._records.fixed_shape else ())
-            self._backend = self._checked_backend(speed, loss_fn)
+            self._backend = self._checked_backend(speed, loss_fn, probe_rows)
             rows = speed.micro_batch_size or self._choose_rows()
         self._rows = self._world.from_lead(lambda: rows)  # one measurement for all: the slowest rank sets the pace
-        with self._world.together():
+        with self._world.together(), untouched(self._model):
             self._padding = self._made_up(padded_rows(self._rows) if self._records.fixed_shape else 1)
             self.out = Releases(
                 self._params, plan, ledger=ledger, run_id=run_id, entropy=self._entropy, world=self._world
@@ -104,13 +110,14 @@ class PrivateGradient:
         self._schema = private._schema(public_example)
         self._population = self._users.size() if self._users else self._records.size()
 
-    def _checked_backend(self, speed: Speed, loss_fn: LossFn) -> GradientBackend:
+    def _checked_backend(self, speed: Speed, loss_fn: LossFn, public: Batch | None) -> GradientBackend:
         if not isinstance(speed.backend, str):
             if self._model is not self._given:
                 raise ConfigError("Expected the name of a backend for sharded parameters, not an object made for them.")
             return speed.backend
         made_up = self._made_up(PROBE_ROWS)
-        probe(self._model, self._loss_fn, made_up)
+        alike = None if public is None else as_private(public, self._schema)
+        probe(self._model, self._loss_fn, made_up, None if alike is None else self._to_device(alike))
         return make_backend(speed, self._model, loss_fn, made_up)
 
     def _choose_rows(self) -> int:
@@ -181,19 +188,35 @@ class PrivateGradient:
         self._world.require_same("the private data", seen.hexdigest(), "Give each rank all records, in one order.")
 
     def _clipped_sum(self) -> ClippedSum:
-        """Of a sample of the units that this rank owns. Nothing in it waits for another rank."""
+        """Of a sample of the units that this rank owns. Nothing in it waits for another rank.
+
+        Guarantee: every private pass ran on the model as it is now, and leaves it so. A write that a version shows is
+        undone after the pass that made it. A write that no version shows is found at the end: the same sample is then
+        added up again, with a look at every value after each pass.
+        """
+        owned = len(range(self._world.rank, self._population, self._world.size))
+        chunks = [*poisson_chunks(owned, self.plan.sampling_rate, self._rows, self._entropy)]
+        self._state.record()
+        try:
+            total = self._added_up(chunks, careful=False)
+            if self._state.put_back(values=True):
+                total = self._added_up(chunks, careful=True)
+        except BaseException:
+            self._state.put_back(values=True)
+            raise
+        return total
+
+    def _added_up(self, chunks: Iterable[Chunk], *, careful: bool) -> ClippedSum:
+        self._careful = careful
         total: ClippedSum | None = None
-        for part in self._parts():
+        for part in self._parts(map(self._in_data, chunks)):
             if total is None:
                 total = part  # mostly the only one where a model is large: no second set of its parameters is needed
             else:
                 total.add_(part)
         return total or ClippedSum.zeros(trainable(self._model), self.plan.max_grad_norm)
 
-    def _parts(self) -> Iterator[ClippedSum]:
-        owned = len(range(self._world.rank, self._population, self._world.size))
-        chunks = poisson_chunks(owned, self.plan.sampling_rate, self._rows, self._entropy)
-        chosen = map(self._in_data, chunks)
+    def _parts(self, chosen: Iterable[Chunk]) -> Iterator[ClippedSum]:
         if self._users is None:
             pieces = map(self._fetch, chosen)
             yield from (part for piece in self._moved_up(pieces) for part in self._sum_of_examples(piece))
@@ -213,7 +236,7 @@ class PrivateGradient:
         if held is not None:
             yield held
 
-    def _in_data(self, chosen: torch.Tensor | slice) -> torch.Tensor | slice:
+    def _in_data(self, chosen: Chunk) -> Chunk:
         """Numbers within this rank's share as numbers in the data: rank r owns r, r + size, r + 2 size, ..."""
         if self._world.size == 1:
             return chosen
@@ -235,13 +258,20 @@ class PrivateGradient:
             yield from self._sum_of_examples(take_rows(batch, slice(rows // 2, rows)))
 
     def _attempt(self, batch: Batch, rows: int) -> ClippedSum | None:
+        """The clipped sum; None if the pass failed, if it is not finite, or if the pass wrote into the model.
+
+        A write may have reached the other examples of the batch. By itself, the example that causes it is left out.
+        """
         try:
             part = self._backend.clipped_sum(self._padded(batch, rows), self.plan.max_grad_norm, rows)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception:
+            part = None
+        written = self._state.put_back(values=self._careful)
+        if part is None or written or not all(math.isfinite(t.sum()) for t in part.tensors):
             return None
-        return part if all(math.isfinite(t.sum()) for t in part.tensors) else None
+        return part
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
         """Made-up rows up to the one shape of all batches."""
@@ -256,14 +286,17 @@ class PrivateGradient:
         assert self._users is not None
         parts = (self._fetch(rows) for rows in self._users.rows(user, self._rows))
         batches = (part for part in parts if batch_rows(part))
+        found: ClippedSum | None = None
         try:
-            yield clipped_user_gradient(self._model, self._loss_fn, batches, self.plan.max_grad_norm)
+            found = clipped_user_gradient(self._model, self._loss_fn, batches, self.plan.max_grad_norm)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception:
-            return  # as above: nothing from this user, and no word about it
+            found = None  # as above: nothing from this user, and no word about it
+        if not self._state.put_back(values=self._careful) and found is not None:
+            yield found
 
-    def _fetch(self, chosen: torch.Tensor | slice) -> Batch:
+    def _fetch(self, chosen: Chunk) -> Batch:
         return self._to_device(self._copies.left_out_of(self._records.fetch(chosen, self._schema)))
 
     def _to_device(self, batch: Batch) -> Batch:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from halfsilver._model_state import untouched
 from halfsilver._tensors import LossFn, batch_rows, map_batch, trainable
 from halfsilver.privacy.data import PrivateData
 
@@ -19,10 +20,11 @@ def mean_not_private(
     schema = private._schema(example)
     device = trainable(model)[0].device
     total, count = 0.0, 0
-    for start in range(0, records.size(), rows):
-        batch = records.fetch(slice(start, min(start + rows, records.size())), schema)
-        batch = map_batch(lambda t: t.to(device), batch)
-        if batch_rows(batch):
-            total += float(metric(model, batch).double().sum())
-            count += batch_rows(batch)
+    with untouched(model):
+        for start in range(0, records.size(), rows):
+            batch = records.fetch(slice(start, min(start + rows, records.size())), schema)
+            batch = map_batch(lambda t: t.to(device), batch)
+            if batch_rows(batch):
+                total += float(metric(model, batch).double().sum())
+                count += batch_rows(batch)
     return total / max(count, 1)

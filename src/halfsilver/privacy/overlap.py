@@ -43,10 +43,10 @@ class PublicCopies:
 
 def _public_hashes(schema: Schema, public: Iterable[Batch]) -> Iterator[int]:
     for rows in public:
-        columns = _as_private(rows, schema)
-        if columns is None:  # nor will the others be: a large set need not be read to its end
+        alike = as_private(rows, schema)
+        if alike is None:  # nor will the others be: a large set need not be read to its end
             return
-        yield from _hashes(columns)
+        yield from _hashes(batch_leaves(alike))
 
 
 def _hashes(columns: Tensors) -> list[int]:
@@ -60,14 +60,14 @@ def _hashes(columns: Tensors) -> list[int]:
     return [hash(row.tobytes()) for row in torch.cat(parts, dim=1).numpy()]
 
 
-def _as_private(rows: Batch, schema: Schema) -> Tensors | None:
-    """The columns of public `rows` in the dtypes of private ones; None where structure or shapes differ."""
+def as_private(rows: Batch, schema: Schema) -> Batch | None:
+    """Public `rows` in the structure and dtypes of private ones; None where structure or shapes differ."""
     columns, structure = pytree.tree_flatten(plain(rows))
     if structure != schema.structure:
         return None
     pairs = list(zip(columns, schema.leaves, strict=True))
     alike = all(isinstance(t, torch.Tensor) and _fits(t, like) for t, like in pairs)
-    return [t.to(like.dtype) for t, like in pairs] if alike else None
+    return pytree.tree_unflatten([t.to(like.dtype) for t, like in pairs], structure) if alike else None
 
 
 def _fits(column: torch.Tensor, like: torch.Tensor) -> bool:

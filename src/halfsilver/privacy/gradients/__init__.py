@@ -19,18 +19,16 @@ from halfsilver._tensors import Batch, LossFn, batch_leaves, batch_rows, norm, t
 from halfsilver.errors import ConfigError, HalfsilverError, UnsupportedLayer, require
 from halfsilver.privacy.gradients.base import ClippedSum, GradientBackend, row_norms
 from halfsilver.privacy.gradients.book import BookKeeping
-from halfsilver.privacy.gradients.ghost import OpacusGhost
 from halfsilver.privacy.gradients.hooks import OpacusHooks
 from halfsilver.privacy.gradients.vmap import Vmap
 
 __all__ = ["BACKENDS", "ClippedSum", "GradientBackend", "Speed", "make_backend"]
 
-BackendName = Literal["auto", "book", "vmap", "hooks", "ghost"]
+BackendName = Literal["auto", "book", "vmap", "hooks"]
 
 BACKENDS: dict[str, Callable[[torch.nn.Module, LossFn, Batch], GradientBackend]] = {
     "book": BookKeeping,
     "hooks": OpacusHooks,
-    "ghost": OpacusGhost,
     "vmap": Vmap,
 }
 

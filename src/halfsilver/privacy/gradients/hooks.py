@@ -28,28 +28,27 @@ class OpacusHooks:
         return clip_and_sum(self.per_example(batch), max_grad_norm, rows)
 
     def per_example(self, batch: Batch) -> Tensors:
-        with attached(self._model, "GradSampleHooks"), torch.enable_grad():
+        with attached(self._model), torch.enable_grad():
             losses = self._loss_fn(self._model, batch)
             torch.autograd.backward(losses.sum(), inputs=trainable(self._model))
             return [_take(p, len(losses)) for p in trainable(self._model)]
 
 
 @contextmanager
-def attached(model: torch.nn.Module, kind: str, **options: Any) -> Iterator[Any]:
+def attached(model: torch.nn.Module) -> Iterator[None]:
     """Opacus's hooks on `model`, for this block only: the public pass over the same model must run without them.
 
     `.grad` and Opacus's own attributes are cleared on the way out, also after an error, so that no private gradient is
     left on the model.
     """
     try:
-        from opacus.grad_sample import grad_sample_module, grad_sample_module_fast_gradient_clipping
+        from opacus.grad_sample.grad_sample_module import GradSampleHooks
     except ImportError as error:
         raise MissingExtra("opacus", "opacus") from error
-    cls = getattr(grad_sample_module_fast_gradient_clipping, kind, None) or getattr(grad_sample_module, kind)
-    hooks = cls(model, loss_reduction="sum", strict=False, **options)
+    hooks = GradSampleHooks(model, loss_reduction="sum", strict=False)
     try:
         with quiet():
-            yield hooks
+            yield
     finally:
         hooks.remove_hooks()
         _clean(model)
@@ -70,7 +69,7 @@ def quiet() -> Iterator[None]:
 def _clean(model: torch.nn.Module) -> None:
     for p in model.parameters():
         p.grad = None
-        for name in ("grad_sample", "_current_grad_sample", "_norm_sample", "_forward_counter"):
+        for name in ("grad_sample", "_current_grad_sample", "_forward_counter"):
             if hasattr(p, name):
                 delattr(p, name)
     for module in model.modules():

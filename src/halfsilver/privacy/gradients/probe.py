@@ -1,51 +1,83 @@
-"""Refuse models that have no per-example gradient, on made-up input, before any private row is read."""
+"""Refuse models that have no per-example gradient, on made-up input, before any private row is read.
+
+Two things are looked for: a pass that writes into the model, and a loss of one example that depends on another. Layers
+of torch that do either are refused by their type. Anything else is tried on made-up rows, extreme ones among them, and
+on public rows where there are any. That is a search and no proof: what it misses while training, `ModelState` finds if
+it is a write. Mixing that only some inputs cause is not found; ``backend="vmap"`` computes each example by itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from halfsilver._model_state import ModelState, untouched
 from halfsilver._random import own_randomness
-from halfsilver._tensors import Batch, LossFn, batch_leaves, map_batch, one_loss_each
+from halfsilver._tensors import Batch, LossFn, batch_leaves, batch_rows, map_batch, one_loss_each, take_rows, trainable
 from halfsilver.errors import ConfigError, UnsupportedLayer
 
 PROBE_ROWS = 4
 
-_MIXERS = (torch.nn.modules.batchnorm._BatchNorm,)
+# What one example is replaced by, to see whether the others notice. A guard against outliers wakes up at some of these.
+_EXTREMES = (torch.nan, 1e4, -1e4, 1e30, -1e30)
+# Token ids up to which an embedding is read whole.
+_MOST_TOKENS = 1 << 20
+_TOKEN_ROWS = 32
+
+Module = nn.Module
 
 
-def probe(model: torch.nn.Module, loss_fn: LossFn, batch: Batch) -> None:
-    """Check that losses come one per example, that no example sees another, and that a forward pass changes nothing.
+def probe(model: Module, loss_fn: LossFn, batch: Batch, public: Batch | None = None) -> None:
+    """Check that losses come one per example, that no example sees another, and that a pass changes nothing.
 
-    `batch` holds `PROBE_ROWS` made-up examples. Parameters, buffers and generators are as before afterwards.
+    `batch` holds `PROBE_ROWS` made-up examples; `public` are some public rows of the same kind. The model and
+    every random generator are as before afterwards.
     """
-    with _untouched(model), torch.no_grad():
-        before = {name: t.clone() for name, t in _tensors(model)}
+    refuse_writers(model)
+    state = ModelState(model)
+    with untouched(model), own_randomness(0, [p.device for p in model.parameters()]):
+        state.record()
         losses = _losses(model, loss_fn, batch)
-        _check_unchanged(model, before)
+        _refuse_written(model, state)
         if not torch.isfinite(losses).all():
             raise ConfigError(
                 f"The losses of made-up examples are {losses.tolist()}. Give a made-up record that is more like yours: "
                 "PrivateData(..., example=...)."
             )
-        for row in (0, len(losses) - 1):
-            others = torch.arange(len(losses)) != row
-            for changed in (_spoil(batch, row), _swap(batch, row)):
-                after = _losses(model, loss_fn, changed)
-                if not torch.allclose(losses[others], after[others], rtol=1e-3, atol=1e-5):
-                    raise UnsupportedLayer(
-                        "The loss of one example depends on another example of its batch, so a clipped gradient would "
-                        f"not bound anyone's influence.{_advice(model)}"
-                    )
+        known = [] if public is None else [public]
+        for rows in (batch, *(take_rows(rows, slice(0, PROBE_ROWS)) for rows in known)):
+            _refuse_mixing(model, loss_fn, rows, state)
+        for rows in (*_tokens(model, batch), *known):
+            _attempt(model, loss_fn, rows)
+            _refuse_written(model, state)
 
 
-def _losses(model: torch.nn.Module, loss_fn: LossFn, batch: Batch) -> Tensor:
-    torch.manual_seed(0)  # dropout must draw the same masks in each of the passes that are compared
+def _refuse_mixing(model: Module, loss_fn: LossFn, batch: Batch, state: ModelState) -> None:
+    losses = _attempt(model, loss_fn, batch)
+    if losses is None or len(losses) < 2 or not torch.isfinite(losses).all():
+        return  # public rows need not be fit for a private loss
+    for row in (0, len(losses) - 1):
+        others = torch.arange(len(losses)) != row
+        for changed in (_swap(batch, row), *(_spoil(batch, row, value) for value in _EXTREMES)):
+            after = _attempt(model, loss_fn, changed)
+            _refuse_written(model, state)
+            if after is not None and not torch.allclose(losses[others], after[others], rtol=1e-3, atol=1e-5):
+                raise UnsupportedLayer(
+                    "The loss of one example depends on another example of its batch, so a clipped gradient would "
+                    f"not bound anyone's influence.{_advice(model)}"
+                )
+
+
+def _losses(model: Module, loss_fn: LossFn, batch: Batch) -> Tensor:
     try:
-        losses = loss_fn(model, batch)
+        return _passes(model, loss_fn, batch)
+    except ConfigError:
+        raise
     except Exception as error:
         shown = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in batch_leaves(batch))
         raise ConfigError(
@@ -53,32 +85,101 @@ def _losses(model: torch.nn.Module, loss_fn: LossFn, batch: Batch) -> Tensor:
             "Make data and model fit; if only the values are not valid input, give some that are: "
             "PrivateData(..., example=...)."
         ) from error
-    return one_loss_each(losses, batch)
 
 
-def _check_unchanged(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
-    for name, t in _tensors(model):
-        if not torch.equal(t, before[name]):
-            raise UnsupportedLayer(
-                f"The forward pass changes {name!r}, which would carry private data past the noise.{_advice(model)}"
-            )
+def _attempt(model: Module, loss_fn: LossFn, batch: Batch) -> Tensor | None:
+    """The losses; None where such values are no valid input, as a private record with them contributes nothing."""
+    try:
+        return _passes(model, loss_fn, batch)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        return None
 
 
-def _advice(model: torch.nn.Module) -> str:
+def _passes(model: Module, loss_fn: LossFn, batch: Batch) -> Tensor:
+    """Losses of a pass with gradients, after one without: some layers write in one of the two only."""
+    with torch.no_grad():
+        _pass(model, loss_fn, batch)
+    with torch.enable_grad():
+        losses = _pass(model, loss_fn, batch)
+        if losses.requires_grad:
+            torch.autograd.grad(losses.sum(), trainable(model), allow_unused=True)
+    return losses.detach()
+
+
+def _pass(model: Module, loss_fn: LossFn, batch: Batch) -> Tensor:
+    torch.manual_seed(0)  # dropout must draw the same masks in each of the passes that are compared
+    return one_loss_each(loss_fn(model, batch), batch)
+
+
+def _refuse_written(model: Module, state: ModelState) -> None:
+    written = state.put_back(values=True)
+    if written:
+        raise UnsupportedLayer(
+            f"The forward pass changes {', '.join(map(repr, written[:3]))}, which would carry private data past the "
+            f"noise.{_advice(model)}"
+        )
+
+
+# ---- layers that are known to write or to mix
+
+
+def refuse_writers(model: Module) -> None:
+    """Refuse layers of torch that write into themselves as they run, whatever made-up rows would show."""
     for name, module in model.named_modules():
-        if isinstance(module, _MIXERS) and module.training:
-            return (
-                f" {type(module).__name__} at {name!r} does this: replace it by GroupNorm or LayerNorm, "
-                "or freeze it after public pretraining by calling its .eval()."
-            )
-        if getattr(module, "max_norm", None) is not None:
-            return f" {type(module).__name__} at {name!r} renormalises its weights as it reads them: drop max_norm."
+        for kind, (found, way_out) in _WRITERS.items():
+            if found(module):
+                raise UnsupportedLayer(
+                    f"{type(module).__name__} at {name!r} {kind}, which would carry private data past the noise: "
+                    f"{way_out}."
+                )
+
+
+def _renormalises(module: Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+
+
+def _tracks(module: Module) -> bool:
+    norms = (nn.modules.batchnorm._NormBase,)
+    return isinstance(module, norms) and module.training and module.running_mean is not None
+
+
+def _observes(module: Module) -> bool:
+    """Quantization observers. Where their module was never imported, there are none."""
+    kinds = [("observer", "ObserverBase"), ("fake_quantize", "FakeQuantizeBase")]
+    modules = ((sys.modules.get(f"torch.ao.quantization.{name}"), kind) for name, kind in kinds)
+    return any(found is not None and isinstance(module, getattr(found, kind)) for found, kind in modules)
+
+
+def _iterates(module: Module) -> bool:
+    """Spectral norm, as a parametrization or in its older form as a hook."""
+    hooks = (type(hook).__name__ == "SpectralNorm" for hook in module._forward_pre_hooks.values())
+    return module.training and (type(module).__name__ == "_SpectralNorm" or any(hooks))
+
+
+_NORM = "replace it by GroupNorm or LayerNorm, or freeze it after public pretraining by calling its .eval()"
+_WRITERS: dict[str, tuple[Callable[[Module], bool], str]] = {
+    "renormalises its weights as it reads them": (_renormalises, "drop max_norm"),
+    "keeps running statistics of what it reads": (_tracks, _NORM),
+    "records the range of what it reads": (_observes, "remove it, or calibrate and convert it before private training"),
+    "updates its estimate of the norm in training mode": (_iterates, "call its .eval() or remove spectral_norm"),
+}
+
+
+def _advice(model: Module) -> str:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            return f" {type(module).__name__} at {name!r} does this: {_NORM}."
     return " Look for operations over dimension 0, or for an LSTM without batch_first=True."
 
 
-def _spoil(batch: Batch, row: int) -> Batch:
-    """NaN in one example: any arithmetic that reaches another example carries it along."""
-    return map_batch(lambda t: _with_row(t, row, torch.nan) if t.dtype.is_floating_point else t, batch)
+# ---- made-up rows
+
+
+def _spoil(batch: Batch, row: int, value: float) -> Batch:
+    """An extreme value in one example: arithmetic that reaches another example carries it along."""
+    return map_batch(lambda t: _with_row(t, row, value) if t.dtype.is_floating_point else t, batch)
 
 
 def _swap(batch: Batch, row: int) -> Batch:
@@ -92,18 +193,26 @@ def _with_row(t: Tensor, row: int, value: Tensor | float) -> Tensor:
     return changed
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _tokens(model: Module, batch: Batch) -> Iterator[Batch]:
+    """Rows in which every integer column takes every value that an embedding of the model has a row for.
+
+    On the CPU only: elsewhere a value that is out of range for another layer would end the process.
+    """
+    columns = [t for t in batch_leaves(batch) if _is_token(t) and t.device.type == "cpu"]
+    sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    for size in sorted(size for size in sizes if size <= _MOST_TOKENS) if columns else ():
+        width = max(1, min(t[0].numel() for t in columns))
+        rows = max(2, min(_TOKEN_ROWS, math.ceil(size / width)))
+        repeated = take_rows(batch, torch.arange(rows) % batch_rows(batch))
+        for start in range(0, size, rows * width):
+            yield map_batch(partial(_counted, start=start, size=size), repeated)
 
 
-@contextmanager
-def _untouched(model: torch.nn.Module) -> Iterator[None]:
-    before = {name: t.detach().clone() for name, t in _tensors(model)}
-    try:
-        with own_randomness(0, [p.device for p in model.parameters()]):
-            yield
-    finally:
-        with torch.no_grad():
-            for name, t in _tensors(model):
-                t.copy_(before[name])
+def _is_token(t: Tensor) -> bool:
+    return not t.dtype.is_floating_point and not t.dtype.is_complex and t.dtype != torch.bool and t.dim() > 1
+
+
+def _counted(t: Tensor, start: int, size: int) -> Tensor:
+    if not _is_token(t):
+        return t
+    return ((start + torch.arange(t.numel(), device=t.device)) % size).to(t.dtype).view(t.shape)

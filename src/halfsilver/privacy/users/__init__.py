@@ -3,6 +3,7 @@
 from halfsilver.privacy.users.engine import Contribution, Engine, InProcess, Round
 from halfsilver.privacy.users.fold import Fold
 from halfsilver.privacy.users.jsonl import JsonlUsers
+from halfsilver.privacy.users.local import local_update
 from halfsilver.privacy.users.source import UserUpdates
 from halfsilver.privacy.users.sqlite import SqliteUsers, tff_users
 from halfsilver.privacy.users.store import PrivateUsers, TensorUsers, UserStore
@@ -21,5 +22,6 @@ __all__ = [
     "UserStore",
     "UserUpdates",
     "Workers",
+    "local_update",
     "tff_users",
 ]

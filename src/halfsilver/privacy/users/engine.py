@@ -9,9 +9,10 @@ from typing import Protocol, final, runtime_checkable
 
 from torch import Tensor, nn
 
-from halfsilver._local import LocalTraining, local_update
+from halfsilver._local import LocalTraining
 from halfsilver._random import own_randomness
 from halfsilver._tensors import LossFn, Tensors, batch_rows, map_batch, trainable
+from halfsilver.privacy.users.local import local_update
 from halfsilver.privacy.users.store import PrivateUsers, UserStore, require_unchanged
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from halfsilver._local import LocalTraining, local_update
+from halfsilver._local import LocalTraining
 from halfsilver._random import own_randomness
 from halfsilver._tensors import Batch, LossFn, batch_rows, take_rows, trainable
 from halfsilver.errors import UnsupportedLayer
+from halfsilver.privacy.users.local import local_update
 
 _LOCAL = LocalTraining(lr=1e-2, batch_size=1, max_examples=1)
 
