@@ -23,6 +23,7 @@ def stamps(config: Mapping[str, Any]) -> list[str]:
     found = {
         "unsafe_seed: noise and sampling can be reproduced": config.get("unsafe_seed") is not None,
         "metrics_not_private: metrics of private data were allowed": bool(config.get("metrics_not_private")),
+        "backend: gradients were clipped by code that nothing checks": "backend" in config,
     }
     return [text for text, holds in found.items() if holds]
 

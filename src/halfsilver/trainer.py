@@ -351,4 +351,5 @@ class Trainer:
             "metrics_not_private": self.metrics_not_private,
             # Only if it is not the default, so that run folders without it can still be opened.
             **({} if self.skip_public_copies else {"skip_public_copies": False}),
+            **({} if self.speed.trusted is None else {"backend": self.speed.trusted}),
         }

@@ -18,10 +18,13 @@ from halfsilver._model_state import ModelState, untouched
 from halfsilver.errors import ConfigError, UnsupportedLayer
 from halfsilver.federated import InProcess, LocalTraining, PrivateUsers, TensorUsers, Workers, local_update
 from halfsilver.privacy.data import PrivateData
+from halfsilver.privacy.gradients.linear import LinearModel, with_row_norms
 from halfsilver.privacy.gradients.probe import probe
+from halfsilver.privacy.gradients.vmap import Vmap
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.trainer import StepReport
+from halfsilver.verify import verify
 
 TOKENS, WIDTH, LENGTH, SECRET = 300, 8, 6, 277
 ODD = 42.75  # a value that one private record holds
@@ -364,3 +367,17 @@ def test_metrics_of_private_rows_leave_the_model_alone(tmp_path: Path) -> None:
     made = trainer(nn.Sequential(keeps, nn.Linear(4, 2)), metrics_not_private=True)
     made.evaluate(PrivateData(numbers(odd=True)))
     assert float(keeps.largest) == 30.0
+
+
+def test_a_backend_that_is_given_as_an_object_is_stamped(tmp_path: Path) -> None:
+    """Nothing checks it; the library's own closed form for linear models needs no check."""
+    model, linear = nn.Linear(4, 2), nn.Linear(4, 1, bias=False)
+    x, y = numbers(odd=False)
+    mine = hs.Speed(backend=Vmap(model, classes, (x[:4], y[:4])))
+    said = trainer(model, speed=mine).fit((x, y), run_dir=tmp_path / "mine").statement
+    assert [reason.split(":")[0] for reason in said["not_private_because"]] == ["backend"]
+    assert verify(tmp_path / "mine")["ok"]
+    closed = hs.Speed(backend=LinearModel(linear))
+    rows = with_row_norms(x, y.to(x.dtype))
+    said = trainer(linear, speed=closed).fit(rows, run_dir=tmp_path / "closed").statement
+    assert said["not_private_because"] == []

@@ -118,7 +118,7 @@ def _refuse_written(model: Module, state: ModelState) -> None:
     if written:
         raise UnsupportedLayer(
             f"The forward pass changes {', '.join(map(repr, written[:3]))}, which would carry private data past the "
-            f"noise.{_advice(model)}"
+            "noise. Make that layer a pure function of its input: fix the value before training, on public rows."
         )
 
 
