@@ -18,7 +18,7 @@ from halfsilver.privacy.accounting import epsilon_of
 from halfsilver.privacy.ledger import Head, Ledger
 from halfsilver.privacy.ledger_records import is_head
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import RunFolder, write_json
+from halfsilver.runs import RunFolder, read_json, write_json
 from halfsilver.state import Parts
 from halfsilver.statement import default_delta, make_statement, stamps
 
@@ -55,27 +55,29 @@ class Session:
     ) -> Iterator[Session]:
         """Lock the run folder, and make or check its config. A run that has begun must find its ledger again."""
         folder, world = RunFolder(run_dir), world or World()
-        delta = default_delta(plan) if delta is None else delta
-        plan.check_delta(delta)
+        if delta is not None:
+            plan.check_delta(delta)
         mine: Ledger | None = None
 
-        def claim() -> tuple[str, bool]:
+        def claim() -> tuple[str, float, bool]:
             nonlocal mine
             held.enter_context(folder.locked())
             mine = ledger if isinstance(ledger, Ledger) else _open_ledger(ledger, folder, plan)
-            asked = {"plan": plan.to_dict(), "ledger": _place(mine.path, folder.path), "delta": delta, **config}
+            fixed = _delta_of(folder, plan) if delta is None else delta
+            asked = {"plan": plan.to_dict(), "ledger": _place(mine.path, folder.path), "delta": fixed, **config}
             run_id = folder.claim(asked)["run_id"]
-            return run_id, run_id in mine.runs and mine.runs[run_id].closed is not None
+            plan.check_delta(fixed)
+            return run_id, fixed, run_id in mine.runs and mine.runs[run_id].closed is not None
 
         with ExitStack() as held:
-            run_id, finished = world.from_lead(claim)
+            run_id, fixed, finished = world.from_lead(claim)
             yield cls(
                 folder=folder,
                 ledger=mine,
                 run_id=run_id,
                 finished=finished,
                 plan=plan,
-                delta=delta,
+                delta=fixed,
                 config=config,
                 world=world,
             )
@@ -167,6 +169,12 @@ def check_head(ledger: Ledger, run_id: str, about: Mapping[str, Any]) -> None:
 def _open_ledger(path: str | Path | None, folder: RunFolder, plan: PrivacyPlan) -> Ledger:
     begun = folder.config.exists()
     return Ledger.open(path or folder.ledger, unit=plan.unit, create=not begun)
+
+
+def _delta_of(folder: RunFolder, plan: PrivacyPlan) -> float:
+    """The default, or what the run that lies there began with: earlier versions had another default."""
+    found = read_json(folder.config).get("delta") if folder.config.exists() else None
+    return found if type(found) is float and 0 < found < 1 else default_delta(plan)
 
 
 def _place(ledger: Path, folder: Path) -> str:

@@ -14,8 +14,8 @@ STATEMENT_VERSION = 1
 
 
 def default_delta(plan: PrivacyPlan) -> float:
-    """1e-5, or less where the declared population q^-1 * batch is above 10^5; never from the private size."""
-    return min(1e-5, plan.sampling_rate / plan.expected_batch_size)
+    """1e-5, or a tenth of one over the declared population where that is less; never from the private size."""
+    return min(1e-5, 0.1 / plan.population)
 
 
 def stamps(config: Mapping[str, Any]) -> list[str]:

@@ -160,9 +160,10 @@ class Trainer:
 
         `private` is a data set, tensors or `PrivateData`; nothing outside `halfsilver.privacy` reads it. Or it is an
         `Engine`, behind which users train by themselves. `public` is a data set, or a `PublicLoss` of this model.
-        `ledger` is the data set's own ledger where several runs share it (default: one in the run folder). `test` must
-        be public data unless ``metrics_not_private=True``; it is evaluated at the end and, with `test_every`, at the
-        start and after every so many steps.
+        `ledger` is the data set's own ledger where several runs share it (default: one in the run folder). `delta` is
+        that of the statement (default: 1e-5, or a tenth of one over the declared population where that is less; on
+        resuming, what the run began with). `test` must be public data unless ``metrics_not_private=True``; it is
+        evaluated at the end and, with `test_every`, at the start and after every so many steps.
         """
         handle = isinstance(private, PrivateData)  # as test data, `evaluate` has its own word about one
         shown = {"public": isinstance(public, PrivateData) or public is private, "test": test is private and not handle}

@@ -1,0 +1,50 @@
+"""A run folder as version 0.1.0 wrote it: two plans on a ledger with a budget, and the default delta of then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfsilver as hs
+from halfsilver.errors import ConfigError
+from halfsilver.statement import default_delta
+from tests.markdown import ROOT
+
+PLAN = hs.PrivacyPlan(steps=4, sampling_rate=1e-3, expected_batch_size=1000, noise_multiplier=1.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ROOT / "tests" / "data" / "run-v1", tmp_path / "run"))
+
+
+def fit(folder: Path, plan: hs.PrivacyPlan = PLAN, **options: object) -> hs.RunResult:
+    model = torch.nn.Linear(4, 1)
+    trainer = hs.Trainer(
+        model,
+        lambda m, b: m(b).square().squeeze(1),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        plan=plan,
+        speed=hs.Speed(backend="vmap"),
+    )
+    return trainer.fit(torch.ones(100, 4), run_dir=folder, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("population", [100, 10_000, 100_000, 10**7])
+def test_the_default_delta_is_a_tenth_of_one_over_the_population_at_most(population: int) -> None:
+    plan = hs.PrivacyPlan(steps=1, sampling_rate=100 / population, expected_batch_size=100, noise_multiplier=1.0)
+    assert default_delta(plan) <= min(1e-5, 0.1 / population) * (1 + 1e-9)
+    plan.check_delta(default_delta(plan))
+
+
+def test_a_run_keeps_the_delta_it_began_with(run: Path, tmp_path: Path) -> None:
+    """The default was 1/n then and is a tenth of it now. An explicit delta must still be the same."""
+    assert fit(run).statement["delta"] == 1e-6
+    assert fit(tmp_path / "new").statement["delta"] == pytest.approx(1e-7)
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["delta"] == pytest.approx(1e-7)
+    with pytest.raises(ConfigError, match="Expected delta of the run"):
+        fit(run, delta=1e-7)
