@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pickle
+from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from halfsilver.errors import PrivateDataError
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.schema import Schema
+from halfsilver.privacy.users.store import TensorUsers
 
 
 class Broken(Dataset[Any]):
@@ -155,3 +158,76 @@ def test_users_are_grouped() -> None:
     assert users is not None
     assert users.size() == 3
     assert [torch.cat(list(users.rows(u, 2))).tolist() for u in range(3)] == [[0, 2, 4], [1, 5], [3]]
+
+
+class NoEquality:
+    """As pandas.NA: equal to nothing, and the answer is neither yes nor no."""
+
+    def __eq__(self, other: object) -> Any:
+        return self
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __bool__(self) -> bool:
+        raise TypeError("neither")
+
+
+MISSING: dict[str, Any] = {
+    "NaN in a list": ["a", float("nan"), "b"],
+    "NaN in an array": np.array([1.0, np.nan, 2.0]),
+    "NaN in a tensor": torch.tensor([1.0, torch.nan, 2.0]),
+    "NaN among objects": np.array(["secret", np.nan, 2], dtype=object),
+    "NaN in a pair": [("secret", 1), ("b", float("nan")), ("c", 2)],
+    "NaN as a decimal": [Decimal(1), Decimal("NaN"), Decimal(2)],
+    "None in a list": ["a", None, "b"],
+    "None in an array": np.array(["secret", None, "b"], dtype=object),
+    "no time": np.array(["2026-01-01", "NaT", "2026-01-02"], dtype="datetime64[D]"),
+    "neither equal nor unequal": ["a", NoEquality(), "b"],
+    "masked": np.ma.MaskedArray([1, 2, 3], mask=[False, True, False]),
+    "empty text": ["a", "", "b"],
+    "empty text in an array": np.array(["a", "", "b"]),
+    "empty bytes": [b"a", b"", b"b"],
+    "empty bytes in an array": np.array([b"a", b"", b"b"]),
+}
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_a_row_without_a_user_key_is_refused_and_not_quoted(what: str) -> None:
+    """As lists, each NaN was a user of its own; as arrays, all of them were one user. Neither is known to be true."""
+    for make in (PrivateData, TensorUsers):
+        with pytest.raises(PrivateDataError, match="lack the key of their user") as caught:
+            make(torch.arange(3), users=MISSING[what])
+        assert "secret" not in str(caught.value)
+        assert caught.value.__cause__ is caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("keys", [list(torch.tensor([7, 7, 7])), [object(), object(), object()], [[1], [1], [2]]])
+def test_keys_that_do_not_compare_by_value_are_refused(keys: list[Any]) -> None:
+    """A list of tensors would make each row a user of its own."""
+    with pytest.raises(PrivateDataError, match="compare by value"):
+        PrivateData(torch.arange(3), users=keys)
+
+
+def test_keys_in_several_columns_are_refused() -> None:
+    with pytest.raises(PrivateDataError, match="one column"):
+        PrivateData(torch.arange(3), users=np.ones((3, 2)))
+
+
+@pytest.mark.parametrize("keys", [[3, 1, 3, 2], ["c", "a", "c", "b"], [0.5, -1.0, 0.5, 2.0], [b"c", b"a", b"c", b"b"]])
+def test_arrays_lists_and_objects_name_the_same_users(keys: list[Any]) -> None:
+    for form in (keys, np.array(keys), np.array(keys, dtype=object), tuple(keys)):
+        _, users = PrivateData(torch.arange(4), users=form)._open()
+        assert users is not None
+        rows = [torch.cat(list(users.rows(u, 9))).tolist() for u in range(users.size())]
+        assert sorted(rows) == [[0, 2], [1], [3]]
+
+
+def test_columns_of_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    _, users = PrivateData(torch.arange(4), users=pandas.Series(["c", "a", "c", "b"]))._open()
+    assert users is not None
+    assert users.size() == 3
+    for column in ([1, pandas.NA, 2], pandas.Series(["a", None, "b"]), pandas.Series([1, None, 2], dtype="Int64")):
+        with pytest.raises(PrivateDataError, match="lack the key"):
+            PrivateData(torch.arange(3), users=column)

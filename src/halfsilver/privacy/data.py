@@ -29,7 +29,8 @@ class PrivateData:
 
     `records` is a map-style data set (``__len__`` and ``__getitem__``; a list of records is one), or a tensor, or a
     tuple or dict of tensors, with the example on dimension 0.
-    `users` names the person behind each record, for plans with ``unit="user"``. `example` is one made-up record that
+    `users` names the person behind each record, for plans with ``unit="user"``. Keys are compared as they are, so two
+    spellings of a name are two people, and a record without a key is refused. `example` is one made-up record that
     shows the shapes and dtypes; it is needed where neither tensors nor a public data set show them.
 
     A record that cannot be read, or that does not have the shape of the example, contributes nothing, as a NaN record
@@ -199,10 +200,46 @@ class _Users:
 
 def _numbered(keys: Keys) -> np.ndarray[Any, Any]:
     """0, 1, 2 ... for each distinct key. Python keys are compared as they are: as an array 1 and "1" would merge."""
-    if isinstance(keys, Tensor | np.ndarray):
-        return np.unique(np.asarray(keys), return_inverse=True)[1]
+    column = np.asarray(keys) if isinstance(keys, Tensor) else keys
+    if isinstance(column, np.ndarray):
+        if column.ndim != 1:
+            raise PrivateDataError(f"Expected the keys of users as one column, got the shape {column.shape}.")
+        if column.dtype.kind in "biufcmMSU" and not isinstance(column, np.ma.MaskedArray):
+            text = column.dtype.kind in "SU"
+            _require_keys(bool(np.char.str_len(column).all() if text else (column == column).all()))
+            return np.unique(column, return_inverse=True)[1]
+        column = column.tolist()
     seen: dict[Any, int] = {}
-    return np.fromiter((seen.setdefault(key, len(seen)) for key in keys), dtype=np.int64)
+    return np.fromiter((seen.setdefault(_checked(key), len(seen)) for key in column), dtype=np.int64)
+
+
+def _checked(key: Any) -> Any:
+    if isinstance(key, tuple):
+        return tuple(map(_checked, key))
+    _require_keys(key is not None and not (isinstance(key, str | bytes) and not key) and _equals_itself(key))
+    if isinstance(key, Tensor) or type(key).__hash__ in (None, object.__hash__):
+        raise PrivateDataError(
+            f"Expected keys of users that compare by value, such as text or whole numbers, not {type(key).__name__}: "
+            "rows of one person would count as several people's. A column of a tensor can be given as it is."
+        )
+    return key
+
+
+def _equals_itself(key: Any) -> bool:
+    """NaN and NaT do not; pandas.NA will not say."""
+    try:
+        return bool(key == key)
+    except Exception:
+        return False
+
+
+def _require_keys(found: bool) -> None:
+    """Neither the key nor its row is named. Nobody knows whether two rows without a key belong to one person."""
+    if not found:
+        raise PrivateDataError(
+            "Some private rows lack the key of their user (None, NaN, NaT, NA or an empty text). Find out whose they "
+            "are, or leave them out: whose contribution they count towards cannot be guessed."
+        )
 
 
 def _as_records(records: Any) -> Records:
