@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -88,7 +89,10 @@ def test_users_of_a_file_are_read_when_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"null", b'["user"]', b"{}", b'{"user": null}', b'{"user": ["a"]}', b"\0"],
+    [
+        *(b"", b"{", b"\xff\xfe", b"[" * 100_000, b"null", b'["user"]', b"{}", b"\0"),
+        *(b'{"user": null}', b'{"user": ["a"]}', b'{"user": NaN}', b'{"user": ""}'),
+    ],
 )
 def test_a_broken_line_is_nobodys(bad: bytes, tmp_path: Path) -> None:
     path = lines(tmp_path / "users.jsonl", {"user": "a", "n": 1}, bad, {"user": "b", "n": 2}, {"user": "a", "n": 3})
@@ -217,7 +221,7 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
     connection.execute("DROP INDEX idx_examples_client_id_split")
     connection.execute("CREATE INDEX useless ON examples (split_name)")
     connection.close()
-    with pytest.raises(PrivateDataError, match=r"CREATE INDEX examples_by_user ON examples \(client_id\);"):
+    with pytest.raises(PrivateDataError, match=r"CREATE INDEX \w+ ON examples \(client_id COLLATE BINARY\);"):
         tff_users(path, encode=tokens)
 
 
@@ -242,6 +246,59 @@ def test_keys_of_two_types_are_refused(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(PrivateDataError, match="one type"):
         SqliteUsers(path, encode=lambda values: torch.zeros(len(values)))
+
+
+COLLATED = """
+CREATE TABLE client_metadata (client_id TEXT {0}, split_name TEXT, num_examples INTEGER);
+CREATE TABLE examples (client_id TEXT {1}, split_name TEXT, serialized_example_proto BLOB);
+CREATE INDEX by_user ON client_metadata (client_id); CREATE INDEX examples_by_user ON examples (client_id);
+INSERT INTO client_metadata VALUES ('Bob', 'train', 1), ('bob', 'train', 1), ('bob ', 'train', 1), ('ann', 'train', 1);
+INSERT INTO examples VALUES ('bob', 'train', 1), ('bob', 'train', 2), ('Bob', 'train', 3), ('ann', 'train', 9);
+"""
+
+
+@pytest.mark.parametrize("collation", ["NOCASE", "RTRIM"])
+@pytest.mark.parametrize("where", ["users", "examples", "both"])
+def test_names_are_compared_byte_by_byte(tmp_path: Path, collation: str, where: str) -> None:
+    """Where the column takes 'Bob' for 'bob', two numbers would read the same rows: two contributions of one person."""
+    path = tmp_path / "users.sqlite"
+    said = [f"COLLATE {collation}" if where in (table, "both") else "" for table in ("users", "examples")]
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(COLLATED.format(*said))
+        encode: Callable[[list[Any]], Tensor] = torch.tensor
+        with pytest.raises(PrivateDataError, match="byte by byte") as caught:
+            SqliteUsers(path, encode=encode)
+        for table in ("client_metadata", "examples") if where == "both" else (table_in(str(caught.value)),):
+            connection.execute(f"CREATE INDEX binary_{table} ON {table} (client_id COLLATE BINARY)")
+    assert contents(SqliteUsers(path, encode=encode)) == [[3], [1, 2], [], [9]]
+
+
+def table_in(message: str) -> str:
+    return next(table for table in ("client_metadata", "examples") if f"Table {table} " in message)
+
+
+def test_rows_without_a_user_are_nobodys(tmp_path: Path) -> None:
+    nobody = [(None, "train"), ("", "train"), ("a", "train")]
+    found = [*FOUND, ("train", None, said(70)), ("train", "", said(71))]
+    assert contents(tff_users(database(tmp_path / "u.sqlite", nobody, found), encode=tokens)) == [[], [], [0, 3, 6]]  # type: ignore[arg-type]
+
+
+def test_a_file_with_a_write_ahead_log_is_refused(tmp_path: Path) -> None:
+    """Others could add people in the second file, and the first one would look unchanged."""
+    path = database(tmp_path / "users.sqlite", [("a", "train")], FOUND)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("INSERT INTO client_metadata VALUES ('b', 'train', 1)")
+        connection.commit()
+        with pytest.raises(PrivateDataError, match="PRAGMA journal_mode=DELETE"):
+            tff_users(path, encode=tokens)
+        connection.execute("PRAGMA journal_mode=DELETE")
+    store = tff_users(path, encode=tokens)
+    assert store.size() == 2
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+        with pytest.raises(PrivateDataError, match="has changed"):
+            store.rows(0, 9)
 
 
 def test_a_file_that_changes_ends_the_run(tmp_path: Path) -> None:

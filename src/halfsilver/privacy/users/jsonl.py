@@ -25,8 +25,8 @@ class JsonlUsers:
     `encode` makes a user's rows of that user's records, in the order of the file, whenever the user is drawn.
     `chosen` says by the name alone who belongs to this population; the others are not read again.
 
-    A line that is not a JSON object with a string under `user` belongs to nobody. Neither it nor a user whose records
-    `encode` cannot take raises anything at opening: an error would tell that the record is there.
+    A line that is not a JSON object with a name under `user` (a string that is not empty) belongs to nobody. Neither it
+    nor a user whose records `encode` cannot take raises anything at opening: an error would tell that it is there.
     """
 
     __slots__ = ("__encode", "__index", "__user", "file")
@@ -97,7 +97,8 @@ def _record(line: bytes, user: str) -> Record | None:
         record = json.loads(line)
     except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested without end: nobody's line
         return None
-    return record if isinstance(record, dict) and isinstance(record.get(user), str) else None
+    named = isinstance(record, dict) and isinstance(record.get(user), str) and record[user]
+    return record if named else None
 
 
 def _line(stream: Any, start: int, size: int) -> bytes:

@@ -45,8 +45,10 @@ class Tables:
 
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter from names of tables or indices that are not text
 _NAMED = "SELECT {key} FROM {users} WHERE rowid = ? AND {split} = ?"
-_FIRST = "SELECT min(rowid) FROM {users} WHERE {key} = ? AND {split} = ?"
-_VALUES = "SELECT {value} FROM {examples} WHERE {key} = ? AND {split} = ? ORDER BY rowid LIMIT ?"
+# Byte by byte, whatever collation a column declares: else "Bob" and "bob" could read the same rows under two numbers.
+_FIRST = "SELECT min(rowid) FROM {users} WHERE {key} = ? COLLATE BINARY AND {split} = ?"
+_VALUES = "SELECT {value} FROM {examples} WHERE {key} = ? COLLATE BINARY AND {split} = ? ORDER BY rowid LIMIT ?"
+_NOBODY = (None, "", b"")
 
 
 @final
@@ -54,8 +56,9 @@ class SqliteUsers:
     """Users of one split of an SQLite file; the file is opened read-only.
 
     `encode` makes a user's rows of the values that `tables` names, in the order in which they were stored. A user
-    that is listed twice is read under the first number only: a person counts once. Each process has a connection of
-    its own, so the store may be used after a fork.
+    that is listed twice is read under the first number only: a person counts once. Names are compared byte by byte,
+    and rows without a name (NULL or empty) are nobody's. Each process has a connection of its own, so the store may be
+    used after a fork.
     """
 
     __slots__ = ("__connections", "__encode", "__rowids", "__split", "__tables", "file")
@@ -64,6 +67,7 @@ class SqliteUsers:
         self.__connections: dict[int, sqlite3.Connection] = {}  # by process
         self.file, self.__encode, self.__split = UsersFile(path), encode, split
         self.__tables = tables or Tables()
+        _require_one_file(self.file.path)
         try:
             _require_indexed(self._database(), self.__tables)
             _require_text(self._database(), self.__tables)
@@ -93,7 +97,7 @@ class SqliteUsers:
     def _values(self, rowid: int, limit: int) -> list[Any]:
         ask, sql, split = self._database().execute, self.__tables.sql, self.__split
         found = ask(sql(_NAMED), (rowid, split)).fetchone()
-        if found is None or ask(sql(_FIRST), (found[0], split)).fetchone() != (rowid,):
+        if found is None or found[0] in _NOBODY or ask(sql(_FIRST), (found[0], split)).fetchone() != (rowid,):
             return []
         return [value for (value,) in ask(sql(_VALUES), (found[0], split, limit))]
 
@@ -119,14 +123,28 @@ def tff_users(path: Path | str, *, encode: Callable[[list[Example]], Batch], spl
     return SqliteUsers(path, encode=parsed, split=split)
 
 
+def _require_one_file(path: Path) -> None:
+    """With a write-ahead log, changes lie in a second file for a while, and `UsersFile` sees one.
+
+    The mode is in the header. Later it cannot be switched on unseen: that changes the file.
+    """
+    with path.open("rb") as file:
+        if b"\2" in file.read(20)[18:]:
+            raise PrivateDataError(
+                f"The file {path} has a write-ahead log, so it cannot be told whether others change it while it is "
+                'read. Switch the log off: sqlite3 FILE "PRAGMA journal_mode=DELETE".'
+            )
+
+
 def _require_indexed(database: sqlite3.Connection, tables: Tables) -> None:
     """Without an index every read would go through the whole table."""
     for query, table, values in ((_FIRST, tables.users, ("", "")), (_VALUES, tables.examples, ("", "", 1))):
         plan = database.execute("EXPLAIN QUERY PLAN " + tables.sql(query), values).fetchall()
         if not any(f"{tables.key}=?" in str(line[-1]) for line in plan):
             raise PrivateDataError(
-                f"Table {table} has no index by user, so each read would go through all of it. Make one: "
-                f"CREATE INDEX {table}_by_user ON {table} ({tables.key});"
+                f"Table {table} has no index by user that compares names byte by byte, so each read would go through "
+                "all of it. See that each person has one spelling, and make one: "
+                f"CREATE INDEX {table}_by_exact_user ON {table} ({tables.key} COLLATE BINARY);"
             )
 
 
