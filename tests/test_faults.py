@@ -277,7 +277,7 @@ def test_clocks_that_go_backwards_change_nothing(tmp_path: Path, monkeypatch: py
 
 
 def test_a_budget_used_up_in_mid_run_stops_it_before_the_data(tmp_path: Path) -> None:
-    budget = hs.Budget(epsilon=replace(PLAN, steps=3, spare_steps=0).epsilon(1e-5), delta=1e-5)
+    budget = hs.Budget(epsilon=replace(PLAN, steps=3, spare_steps=0).epsilon(5e-6), delta=1e-5)
     ledger = hs.Ledger.open(tmp_path / "ledger", budget=budget)
     result = trainer().fit(ROWS, run_dir=tmp_path / "run", ledger=ledger, delta=1e-5)
     assert (result.updates, result.stopped) == (3, "budget")

@@ -156,7 +156,8 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             expected_batch_size=1.0,
         )
         sigma = paid.noise_multiplier
-        rows = float(self.n_private or noisy_count(private, sigma, ledger, unsafe_seed=self.unsafe_seed))
+        options = {"before_steps": self.steps, "unsafe_seed": self.unsafe_seed}
+        rows = float(self.n_private or noisy_count(private, sigma, ledger, **options))
         return PrivacyPlan(
             steps=self.steps,
             sampling_rate=1.0,

@@ -14,7 +14,7 @@ from scipy import optimize, stats
 from halfsilver.privacy.accounting import (
     MechanismCount,
     epsilon_of,
-    max_steps,
+    rdp_at,
     total_accountant,
     total_epsilon,
 )
@@ -102,16 +102,12 @@ def test_several_mechanisms_are_spent_by_rdp() -> None:
     assert total_epsilon([], 1e-5) == 0.0
 
 
-def test_max_steps_is_the_last_one_that_fits() -> None:
-    spent = [steps(4.0, 1.0, 3)]
-
-    def most(wanted: int, epsilon: float) -> int:
-        return max_steps(spent, noise_multiplier=4.0, sampling_rate=1.0, wanted=wanted, epsilon=epsilon, delta=1e-5)
-
-    k = most(1000, 4.0)
-    assert total_epsilon([steps(4.0, 1.0, 3 + k)], 1e-5) <= 4.0 < total_epsilon([steps(4.0, 1.0, 4 + k)], 1e-5)
-    assert most(2, 4.0) == 2
-    assert most(2, 0.1) == 0
+def test_one_order_is_never_below_the_best_one() -> None:
+    counts = [steps(1.0, 0.01, 1000), steps(2.0, 0.02, 100)]
+    best, at = epsilon_of(counts, 1e-5, "rdp"), {k: epsilon_of(counts, 1e-5, "rdp", order=k) for k in (2, 8, 9, 32)}
+    assert best <= min(at.values()) <= 1.02 * best
+    divergence = sum(rdp_at(c, 8) for c in counts)
+    assert at[8] == pytest.approx(divergence + math.log1p(-1 / 8) - math.log(8e-5) / 7)
 
 
 @pytest.mark.parametrize("t", [10**6])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import dp_accounting as dpa
 import pytest
@@ -13,7 +15,10 @@ from dp_accounting import pld, rdp
 
 from halfsilver import _os
 from halfsilver.errors import BudgetExceeded
+from halfsilver.privacy.accounting import MechanismCount, rdp_at
 from halfsilver.privacy.ledger import Budget, Ledger
+from halfsilver.privacy.ledger_budget import Rule
+from halfsilver.privacy.ledger_records import GENESIS, canonical, decode, digest
 from halfsilver.privacy.plan import PrivacyPlan
 
 DELTA = 1e-5
@@ -21,13 +26,31 @@ EPSILONS = (0.15, 0.3)
 SIGMAS = (40.0, 60.0)
 
 
+Touched = frozenset[tuple[float, int]]
+
+
 @functools.cache
-def direct_epsilon(touched: frozenset[tuple[float, int]]) -> float:
-    """From dp-accounting without halfsilver: PLD for one mechanism, RDP for several."""
-    accountant = rdp.RdpAccountant() if len(touched) > 1 else pld.PLDAccountant()
+def direct_epsilon(touched: Touched, delta: float = DELTA, order: int | None = None) -> float:
+    """From dp-accounting without halfsilver: PLD, or RDP of one order; for several mechanisms RDP of the best one."""
+    by_rdp = rdp.RdpAccountant(orders=order and [order])
+    accountant = by_rdp if order or len(touched) > 1 else pld.PLDAccountant(value_discretization_interval=1e-4)
     for sigma, count in touched:
         accountant.compose(dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(sigma), count))
-    return float(accountant.get_epsilon(DELTA)) if touched else 0.0
+    return float(accountant.get_epsilon(delta)) if touched else 0.0
+
+
+def admissible(touched: Touched, first: PrivacyPlan, epsilon: float) -> bool:
+    """Whether the guarantee of a budget covers this, once more in plain words.
+
+    The two ways in which a ledger may go share delta, so each has half of it. A first plan that fits at delta but not
+    at half of it has delta to itself, and then there is no second way.
+    """
+    plan = frozenset([(first.noise_multiplier, first.max_releases)])
+    alone = direct_epsilon(plan, DELTA) <= epsilon < direct_epsilon(plan, DELTA / 2)
+    if len(touched) <= 1:
+        return direct_epsilon(touched, DELTA if alone else DELTA / 2) <= epsilon
+    order = Rule(Budget(epsilon=epsilon, delta=DELTA), first.count()).order
+    return not alone and direct_epsilon(touched, DELTA / 2, order) <= epsilon
 
 
 class Schedule:
@@ -38,6 +61,7 @@ class Schedule:
         self.epsilon = self.rng.choice(EPSILONS)
         self.path = path
         self.touched: Counter[float] = Counter()
+        self.first: PrivacyPlan | None = None
         budget = Budget(epsilon=self.epsilon, delta=DELTA)
         self.ledgers = [Ledger.open(path, budget=budget), Ledger.open(path)]
         self.plans: dict[str, PrivacyPlan] = {}
@@ -59,7 +83,17 @@ class Schedule:
         actions = [self.step] * 8 + [self.register, self.reopen, self.tear, self.finish]
         for _ in range(moves):
             self.rng.choice(actions)()
-            assert direct_epsilon(frozenset(self.touched.items())) <= self.epsilon
+            self.check()
+
+    def check(self) -> None:
+        """Within the budget by the rule, and by the figure that is printed; the rule hangs on one plan for good."""
+        touched, ledger = frozenset(self.touched.items()), Ledger.open(self.path)
+        first = ledger._history.first.plan if ledger._history.first else None
+        assert self.first is None or first == self.first
+        self.first = first
+        assert first is None or admissible(touched, first, self.epsilon)
+        assert direct_epsilon(touched) <= self.epsilon
+        assert ledger.spent() <= self.epsilon
 
     def step(self) -> None:
         ledger, run_id = self.rng.choice(self.ledgers), self.rng.choice(list(self.plans))
@@ -74,7 +108,8 @@ class Schedule:
         """One more step is really one too many."""
         after = Counter({c.noise_multiplier: c.count for c in ledger.counts()})
         after[self.plans[run_id].noise_multiplier] += 1
-        over_budget = direct_epsilon(frozenset(after.items())) > self.epsilon
+        first = ledger._history.first or ledger.runs[run_id]  # a torn record may have become the first just now
+        over_budget = not admissible(frozenset(after.items()), first.plan, self.epsilon)
         assert over_budget or ledger.runs[run_id].remaining == 0
 
     def reopen(self) -> None:
@@ -93,7 +128,6 @@ class Schedule:
         ledger = Ledger.open(self.path)
         counted = Counter({c.noise_multiplier: c.count for c in ledger.counts()})
         assert all(counted[sigma] >= count for sigma, count in self.touched.items())
-        assert ledger.spent() <= self.epsilon
         for run_id, run in ledger.runs.items():
             assert run.spent <= self.plans[run_id].max_releases
 
@@ -111,17 +145,92 @@ def test_1000_random_schedules_never_exceed_the_budget(tmp_path: Path, monkeypat
     assert exhausted > 100, "the schedules did not come near the budget, so they show nothing"
 
 
+def poisson(steps: int = 40, sigma: float = 2.0) -> PrivacyPlan:
+    return PrivacyPlan(steps=steps, sampling_rate=0.1, expected_batch_size=10, noise_multiplier=sigma)
+
+
 def test_a_poisson_plan_stops_exactly_where_pld_says(tmp_path: Path) -> None:
-    plan = PrivacyPlan(steps=40, sampling_rate=0.1, expected_batch_size=10, noise_multiplier=2.0)
-    epsilon = plan.epsilon(DELTA) / 2
+    """At half of delta: the other half is kept for a second mechanism."""
+    epsilon = poisson().epsilon(DELTA) / 2
     ledger = Ledger.open(tmp_path / "ledger", budget=Budget(epsilon=epsilon, delta=DELTA))
-    ledger.register_run("a", plan, block_max=100)
+    ledger.register_run("a", poisson(), block_max=100)
     taken = ledger.intend("a", 100).count
     with pytest.raises(BudgetExceeded):
         ledger.intend("a")
     assert ledger.spent() <= epsilon
-    one_more = pld.PLDAccountant(value_discretization_interval=1e-4).compose(plan.count(taken + 1).event())
-    assert one_more.get_epsilon(DELTA) > epsilon
+    one_more = pld.PLDAccountant(value_discretization_interval=1e-4).compose(poisson().count(taken + 1).event())
+    assert one_more.get_epsilon(DELTA / 2) > epsilon
+
+
+def test_a_plan_made_for_the_budget_gets_all_of_it(tmp_path: Path) -> None:
+    """It needs all of delta, so no step of another mechanism may follow; of its own it may, after a compaction too."""
+    ledger = Ledger.open(tmp_path / "ledger", budget=Budget(epsilon=poisson().epsilon(DELTA), delta=DELTA))
+    ledger.register_run("never starts", poisson(steps=3, sigma=3.0))
+    ledger.register_run("a", poisson(), block_max=10)
+    assert [ledger.intend("a", 10).count for _ in range(3)] == [10, 10, 10]
+    for run_id in ("a", "never starts"):
+        ledger.finish(run_id, 0)
+    assert ledger.compact()
+    for opened in (ledger, Ledger.open(ledger.path)):
+        opened.register_run("b", poisson(sigma=50.0))
+        with pytest.raises(BudgetExceeded, match=r"only steps with noise_multiplier=2.0, sampling_rate=0.1 are\."):
+            opened.intend("b")
+    ledger.register_run("c", poisson(), block_max=40)
+    assert ledger.intend("c", 40).count == 10
+    assert ledger.spent() == poisson().epsilon(DELTA)
+
+
+def test_a_second_plan_and_the_first_together_stay_within_one_delta(tmp_path: Path) -> None:
+    """Once the total was enforced at delta and held at twice that: the change of accountant was not paid for."""
+    ledger = Ledger.open(tmp_path / "ledger", budget=Budget(epsilon=3.0, delta=1e-3))
+    for run_id, plan in {"a": poisson(200, 2.5), "b": poisson(200, 1.5)}.items():
+        ledger.register_run(run_id, plan, block_max=200)
+        ledger.intend(run_id, 200)
+    assert [run.spent < 200 for run in ledger.runs.values()] == [False, True]
+    with pytest.raises(BudgetExceeded, match=r"would make that epsilon=3\.\d+ by RDP, .* at half of delta"):
+        ledger.intend("b")
+    rule = Rule(Budget(epsilon=3.0, delta=1e-3), poisson(200, 2.5).count())
+    assert not rule.alone
+    spent = rdp.RdpAccountant([rule.order])
+    for count in ledger.counts():
+        spent.compose(count.event())
+    assert 2.9 < spent.get_epsilon(5e-4) <= 3.0
+    assert rule.order == max(range(2, 33), key=lambda k: steps_at(k, rule.first)), "the best one for the first plan"
+
+
+def steps_at(order: int, plan: MechanismCount) -> float:
+    """How many such plans one order has room for: epsilon is the divergence of that order and a constant."""
+    divergence = rdp_at(plan, order)
+    constant = rdp.RdpAccountant([order]).compose(plan.event()).get_epsilon(5e-4) - divergence
+    return float((3.0 - constant) / divergence)
+
+
+def test_an_old_ledger_beyond_the_rule_opens_and_grants_nothing_more(tmp_path: Path) -> None:
+    """Steps that an earlier version granted stay counted and are told, even if they are more than is granted now."""
+    path = tmp_path / "ledger"
+    free = Ledger.open(path)
+    for run_id, sigma in (("a", 20.0), ("b", 30.0)):
+        free.register_run(run_id, full_batch(sigma), block_max=30)
+        free.intend(run_id, 30)
+    lines = [decode(line) for line in path.read_bytes().splitlines(keepends=True)]
+    lines[0]["budget"] = {"epsilon": free.spent(DELTA), "delta": DELTA}
+    path.write_bytes(b"".join(rechained(lines)))
+    ledger = Ledger.open(path)
+    assert ledger.spent() == ledger.budget.epsilon  # type: ignore[union-attr]
+    with pytest.raises(BudgetExceeded):
+        ledger.intend("a")
+
+
+def full_batch(sigma: float) -> PrivacyPlan:
+    return PrivacyPlan(steps=31, sampling_rate=1.0, expected_batch_size=10, noise_multiplier=sigma)
+
+
+def rechained(records: list[dict[str, Any]]) -> Iterator[bytes]:
+    prev = GENESIS
+    for record in records:
+        record = {**record, "prev": prev}
+        record["hash"] = prev = digest(record)
+        yield canonical(record) + b"\n"
 
 
 def test_steps_of_another_mechanism_lower_what_is_left(tmp_path: Path) -> None:
@@ -141,3 +250,4 @@ def test_steps_of_another_mechanism_lower_what_is_left(tmp_path: Path) -> None:
             break
     assert len(taken) == 2
     assert 0.25 < direct_epsilon(frozenset(taken.items())) <= 0.3
+    assert admissible(frozenset(taken.items()), plans["40.0"], 0.3)

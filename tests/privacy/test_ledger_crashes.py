@@ -169,7 +169,7 @@ def test_a_torn_record_before_any_run_is_dropped(path: Path) -> None:
 
 
 def test_a_charge_for_a_torn_record_stays_within_plan_and_budget(path: Path) -> None:
-    ledger = Ledger.open(path, budget=Budget(epsilon=plan_of(5).epsilon(1e-5), delta=1e-5))
+    ledger = Ledger.open(path, budget=Budget(epsilon=plan_of(5).epsilon(5e-6), delta=1e-5))
     ledger.register_run("a", plan_of(50), block_max=BLOCK)
     ledger.intend("a", BLOCK)
     tear(path)

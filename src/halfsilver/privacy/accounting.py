@@ -7,7 +7,7 @@ ledger and ``halfsilver verify`` all call the same two functions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -53,68 +53,57 @@ def merged(counts: Sequence[MechanismCount]) -> tuple[MechanismCount, ...]:
 
 
 def epsilon_of(
-    counts: Sequence[MechanismCount], delta: float, accountant: Accountant, *, interval: float = PLD_INTERVAL
+    counts: Sequence[MechanismCount],
+    delta: float,
+    accountant: Accountant,
+    *,
+    interval: float = PLD_INTERVAL,
+    order: int | None = None,
 ) -> float:
     """Epsilon at `delta` of everything counted, composed; 0 for nothing.
 
-    A coarser PLD `interval` is faster and gives a larger epsilon: an upper bound all the same.
+    A coarser PLD `interval` is faster and gives a larger epsilon: an upper bound all the same. So does RDP with one
+    `order` in place of the best one.
 
     >>> step = MechanismCount(noise_multiplier=1.51, sampling_rate=500 / 48_000, count=9600)
     >>> round(epsilon_of([step], 1e-5, "rdp"), 3)
     3.508
     """
     require(0 < delta < 1, "delta", delta, "in (0, 1)")
-    return _epsilon(merged(counts), delta, accountant, interval)
+    return _epsilon(merged(counts), delta, accountant, interval, order)
 
 
 def total_accountant(counts: Sequence[MechanismCount]) -> Accountant:
-    """PLD while there is one mechanism; RDP once there are several.
-
-    A second plan may have been chosen after the first one's outputs were seen. RDP stays valid when parameters are
-    chosen adaptively (it is a filter); PLD assumes that they were fixed beforehand.
-    """
+    """PLD while there is one mechanism; RDP once there are several."""
     return "pld" if len(merged(counts)) <= 1 else "rdp"
 
 
 def total_epsilon(counts: Sequence[MechanismCount], delta: float) -> float:
-    """Epsilon of all runs that touched a data set, by the accountant that is valid for them together."""
+    """The odometer of a data set: epsilon at `delta` of the steps so far, as if they had been fixed beforehand.
+
+    That is a guarantee if which runs to make, and how long, did not depend on outputs. If it did, the reading is no
+    bound at this delta (Rogers, Roth, Ullman and Vadhan 2016, arXiv:1605.08294): a budget is, whatever was chosen.
+    """
     return epsilon_of(counts, delta, total_accountant(counts))
 
 
-def max_steps(
-    spent: Sequence[MechanismCount],
-    *,
-    noise_multiplier: float,
-    sampling_rate: float,
-    wanted: int,
-    epsilon: float,
-    delta: float,
-) -> int:
-    """The largest k <= `wanted` such that `spent` and k more steps stay within (`epsilon`, `delta`)."""
-
-    def fits(k: int) -> bool:
-        more = MechanismCount(noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, count=k)
-        return total_epsilon([*spent, more], delta) <= epsilon
-
-    return wanted if fits(wanted) else _largest(fits, wanted)
-
-
-def _largest(fits: Callable[[int], bool], too_many: int) -> int:
-    low, high = 0, too_many  # invariant: low fits (or is 0), high does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def rdp_at(mechanism: MechanismCount, order: int) -> float:
+    """Renyi divergence of that order, which adds up over steps; whole orders have a closed form."""
+    ledger = rdp.RdpAccountant([order])
+    with _quiet_absl():
+        return float(ledger.compose(mechanism.event()).rdp[0])
 
 
 @lru_cache(maxsize=512)
-def _epsilon(counts: tuple[MechanismCount, ...], delta: float, accountant: Accountant, interval: float) -> float:
+def _epsilon(
+    counts: tuple[MechanismCount, ...], delta: float, accountant: Accountant, interval: float, order: int | None
+) -> float:
     if not counts:
         return 0.0
     if accountant == "pld":
         ledger = pld.PLDAccountant(value_discretization_interval=interval)
     elif accountant == "rdp":
-        ledger = rdp.RdpAccountant()
+        ledger = rdp.RdpAccountant(None if order is None else [order])
     else:
         raise ConfigError(f"Expected accountant={accountant!r} in ('pld', 'rdp').")
     with _quiet_absl():

@@ -26,10 +26,25 @@ class _Ones:
 
 
 def noisy_count(
-    private: PrivateData, noise_multiplier: float, ledger: Ledger, *, unsafe_seed: int | None = None
+    private: PrivateData,
+    noise_multiplier: float,
+    ledger: Ledger,
+    *,
+    before_steps: int = 0,
+    unsafe_seed: int | None = None,
 ) -> float:
-    """The number of private rows plus Gaussian noise: one full-batch step, in the ledger as a run of its own."""
-    plan = PrivacyPlan(steps=1, sampling_rate=1.0, expected_batch_size=1.0, noise_multiplier=noise_multiplier)
+    """The number of private rows plus Gaussian noise: one full-batch step, in the ledger as a run of its own.
+
+    `before_steps` is how many steps of the same kind are to follow. A budget goes by the plan that comes first, so that
+    plan has to tell of them.
+    """
+    plan = PrivacyPlan(
+        steps=1,
+        spare_steps=before_steps,
+        sampling_rate=1.0,
+        expected_batch_size=1.0,
+        noise_multiplier=noise_multiplier,
+    )
     run_id = f"{'unsafe-' if unsafe_seed is not None else ''}count-{secrets.token_hex(8)}"
     source = PrivateGradient(
         torch.nn.Linear(1, 1, bias=False, dtype=torch.float64),

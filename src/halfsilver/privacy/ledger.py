@@ -98,7 +98,7 @@ class Ledger:
 
     @property
     def runs(self) -> Mapping[str, Run]:
-        """All runs that this object has read of, in the order of registration."""
+        """All runs that this object has read of, in the order of registration (of compacted ones, nearly)."""
         return MappingProxyType(self._history.runs)
 
     def register_run(self, run_id: str, plan: PrivacyPlan, *, block_max: int = 1) -> Run:
@@ -152,10 +152,10 @@ class Ledger:
         return merged([*self._history.counts(), *([torn[0].plan.count(torn[1])] if torn else [])])
 
     def spent(self, delta: float | None = None, accountant: Accountant | None = None) -> float:
-        """Epsilon of all steps so far, at the budget's delta unless another is given.
+        """Epsilon of all steps so far, at the budget's delta unless another is given: an odometer.
 
-        By PLD while all steps are of one mechanism, otherwise by RDP, which stays valid if later plans were
-        chosen after earlier outputs had been seen.
+        By PLD while all steps are of one mechanism, otherwise by RDP. It takes the steps as fixed beforehand; what
+        holds if later plans were chosen after earlier outputs had been seen is the budget.
         """
         if delta is None and self.budget:
             delta = self.budget.delta
@@ -186,8 +186,10 @@ class Ledger:
             seq = history.cut["seq"]
             if seq <= history.floor:
                 return False
-            done = [run.to_dict() for run in history.runs.values() if run.closed and run.closed.seq <= seq]
-            fields = {"type": "summary", "finish": history.cut, "runs": done}
+            done = [run for run in history.runs.values() if run.closed and run.closed.seq <= seq]
+            # The one that took the first step comes first: a budget's rule hangs on it.
+            done.sort(key=lambda run: history.first is None or run.run_id != history.first.run_id)
+            fields = {"type": "summary", "finish": history.cut, "runs": [run.to_dict() for run in done]}
             summary = encode(fields, seq=seq, prev=history.header["hash"])
             header_end = len(line_of(history.header))
             self._publish_head()  # one that lags behind might name a record that is about to go
@@ -259,8 +261,8 @@ class Ledger:
                 "after a crash included. Keep some in hand with calibrate(spare_steps=...)."
             )
         return (
-            f"One more step of run {run.run_id!r} would exceed {self.budget} of {self.path}, of which "
-            f"epsilon={self.spent():.6g} is spent. The private data was not touched; the run stops here."
+            f"{self.path} has {self.budget}. One more step of run {run.run_id!r} "
+            f"{self._filter.refusal(self._history, run)}. The private data was not touched; the run stops here."
         )
 
     def _check_terms(self, budget: Budget | None, unit: Unit | None) -> None:

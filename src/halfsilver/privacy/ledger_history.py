@@ -84,6 +84,7 @@ class History:
         self.runs: dict[str, Run] = {}
         self.open: dict[str, None] = {}  # ids of unfinished runs, in the order of registration
         self.totals: Counter[Mechanism] = Counter()  # steps of all runs
+        self.first: Run | None = None  # the run that took the first step, as it was then
         self.torn = False  # the file ends within a record
         self.floor = 0  # records up to this number are only known by the summary
         self.cut: Record = {}  # the last record after which no run was open ...
@@ -213,6 +214,7 @@ class History:
     def _spend(self, run: Run, count: int) -> None:
         self.runs[run.run_id] = replace(run, spent=run.spent + count)
         if count:
+            self.first = self.first or run
             self.totals[run.mechanism] += count
 
     def counts(self) -> list[MechanismCount]:
