@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import halfsilver as hs
-from halfsilver.errors import ConfigError
+from halfsilver.errors import CheckpointCorrupt, ConfigError
 from halfsilver.report import study_pictures, write_report
 from halfsilver.report.figures import Picture
 from halfsilver.report.load import load
 from halfsilver.report.page import Html, inline, tag
 from halfsilver.report.study_page import study_page
+from halfsilver.report.words import slug
 from halfsilver.runs import RunFolder, read_json, write_json
 from halfsilver.study.verdict import verdict
 
@@ -222,6 +228,181 @@ def test_all_strings_are_escaped(summary: dict[str, Any]) -> None:
     assert "emnist<script>alert(" in found.text
     assert "pda<b>$x$" in found.text
     assert tag("p", "<b>", Html("<b></b>"), title='"') == '<p title="&quot;">&lt;b&gt;<b></b></p>'
+
+
+# Names that are also paths, markup, formulas, format strings, other spellings of one file, or nothing to look at.
+NAMES = (
+    *(
+        "val/error",
+        "../../outside",
+        "/nowhere/outside",
+        "..",
+        ".",
+        "",
+        "a\\1",
+        "%s{0}",
+        "x" * 5000,
+        "F1",
+        "f1",
+        "val error",
+    ),
+    *('x"><img src=x onerror=alert(1)>', "<script>alert(1)</script>", "--><b>", "]]><b>", "</title><b>", "'>\"<b>"),
+    *(
+        r"$\frac{$",
+        "$$",
+        "_hidden",
+        "\x00",
+        "\x1b[31m",
+        "\ud800",
+        "loss-near",
+        "fehler\n<i>",
+        "\u7cbe\u5ea6",
+        "CON",
+        "lr ",
+    ),
+)
+some_name = st.sampled_from(NAMES) | st.text(max_size=12) | st.text("<>&\"'/.\\$-_ab", max_size=12)
+few = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def files_in(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def check_markup(page: str) -> None:
+    """None but the elements of a report."""
+    own = "html head meta title style body main section h1 h2 h3 p a span strong small ul li dl dt dd div pre figure"
+    own += " figcaption details summary table thead tbody tr th td svg defs clippath g path rect use"
+    assert set(read(page).tags) <= set(own.split())
+
+
+def check_report(work: Path, source: Path) -> None:
+    """A report of `source` in `work`: all of its files in the folder, and of its markup none from a name."""
+    home = work / "home" / "deep"
+    home.mkdir(parents=True, exist_ok=True)
+    before = files_in(work)
+    page = write_report(source, home / "report")
+    made = files_in(work) - before
+    assert page in made
+    assert all(path.parent in (home / "report", home / "report" / "figures") for path in made)
+    check_markup(page.read_text(encoding="utf-8"))
+    shutil.rmtree(home / "report")
+
+
+@few
+@given(names=st.lists(some_name, min_size=1, max_size=4, unique=True), place=st.integers(0, 2))
+def test_names_of_a_run_are_neither_paths_nor_markup(
+    run_dir: Path, tmp_path: Path, names: list[str], place: int
+) -> None:
+    work = tmp_path / "run"
+    work.mkdir(exist_ok=True)
+    for name in ("config.json", "statement.json", "metrics.jsonl"):
+        (work / name).write_bytes((run_dir / name).read_bytes())
+    found = dict.fromkeys(names, 0.5)
+    if place == 0:
+        write_json(work / "config.json", read_json(work / "config.json") | found | {"inside": found})
+    if place == 1:
+        write_json(work / "statement.json", read_json(work / "statement.json") | found | {"plan": found})
+    (work / "metrics.jsonl").write_text("".join(json.dumps({**found, "step": s}) + "\n" for s in (1, 2)))
+    check_report(tmp_path, work)
+
+
+def renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {names.get(k, k): renamed(v, names) for k, v in value.items()}
+    if isinstance(value, list):
+        return [renamed(v, names) for v in value]
+    return names.get(value, value) if isinstance(value, str) else value
+
+
+def with_names(study: dict[str, Any], new: list[str]) -> dict[str, Any]:
+    """Other names for task, recipe, two methods and two metrics, in all places where they stand."""
+    old = ("emnist", "workstation", "pda", "warm", "loss", "accuracy")
+    changed = renamed(study, dict(zip(old, new, strict=True)))
+    assert isinstance(changed, dict)
+    return changed
+
+
+six_names = st.lists(some_name, min_size=6, max_size=6, unique=True)
+
+
+@given(new=six_names)
+def test_names_of_a_study_are_not_markup(new: list[str]) -> None:
+    check_markup(study_page(with_names(make_summary(), new), {}))
+
+
+@settings(few, max_examples=6)
+@given(new=six_names)
+def test_names_of_a_study_are_not_paths(tmp_path: Path, new: list[str]) -> None:
+    study = make_summary()
+    study["runs"] = [make_run(method, seed) for method in ("warm", "pda") for seed in (0, 1)]
+    study["verdict"] = verdict(study["runs"])
+    write_json(tmp_path / "study.json", with_names(study, new))
+    check_report(tmp_path, tmp_path / "study.json")
+
+
+@given(names=st.lists(some_name, min_size=2, max_size=2, unique=True))
+def test_two_names_never_share_a_file(names: list[str]) -> None:
+    first, second = map(slug, names)
+    assert first.casefold() != second.casefold(), "there are file systems that take both for one"
+    for made in (first, second):
+        assert re.fullmatch(r"[a-z0-9_][a-z0-9_.]*", made), "no hyphen: it joins the parts of a name"
+        assert len(made) < 100
+    assert slug("loss") == "loss"
+
+
+def test_a_metric_may_have_a_slash_in_its_name(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 1)
+    plan = hs.PrivacyPlan(steps=2, sampling_rate=0.5, expected_batch_size=20, noise_multiplier=1.0)
+    trainer = hs.Trainer(
+        model,
+        lambda model, batch: model(batch).squeeze(1).square(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        plan=plan,
+        metrics={"val/error": lambda model, batch: model(batch).squeeze(1).abs()},
+        progress=False,
+    )
+    trainer.fit(torch.randn(40, 4), run_dir=tmp_path, delta=1e-3, test=torch.randn(5, 4))
+    found = read(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "Test val/error" in found.text
+    assert any(path.name.startswith("val_error.") for path in (tmp_path / "figures").iterdir())
+
+
+def test_links_do_not_lead_out_of_the_folder(run_dir: Path, tmp_path: Path) -> None:
+    """A run folder may come from somebody else, with links in it to files of whoever looks at it."""
+    run, home = tmp_path / "run", tmp_path / "home"
+    shutil.copytree(run_dir, run)
+    shutil.rmtree(run / "figures", ignore_errors=True)
+    home.mkdir()
+    (run / "figures").symlink_to(home)
+    with pytest.raises(ConfigError, match="leads out of"):
+        write_report(run)
+    (run / "figures").unlink()
+    (run / "figures").mkdir()
+    (home / "mine").write_text("mine")
+    for name in ("figures/loss.svg", "figures/loss.png", "report.html"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(home / "mine")
+    write_report(run)
+    assert [path.name for path in home.iterdir()] == ["mine"]
+    assert (home / "mine").read_text() == "mine"
+
+
+def test_a_page_allows_its_own_style_and_nothing_else(run_dir: Path) -> None:
+    head = write_report(run_dir).read_text(encoding="utf-8").split("<style>")[0]
+    (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', head)
+    rules = dict(rule.split(" ", 1) for rule in html.unescape(policy).split("; "))
+    nothing = dict.fromkeys(("default-src", "base-uri", "form-action"), "'none'")
+    assert rules == {**nothing, "style-src": "'unsafe-inline'"}
+
+
+def test_files_of_another_kind_are_a_typed_error(run_dir: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "statement.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((run_dir / name).read_bytes())
+    for wrong in ({"plan": [1]}, {"plan": "x"}, {"not_private_because": 3}, {"spent_so_far": {"steps": "x"}}):
+        write_json(tmp_path / "statement.json", read_json(run_dir / "statement.json") | wrong)
+        with pytest.raises(CheckpointCorrupt, match="cannot be shown"):
+            write_report(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so the letters do not depend on the machine
     "svg.hashsalt": "halfsilver",
     "svg.fonttype": "path",
+    "text.parse_math": False,  # a name with dollar signs is a name
 }
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from halfsilver import _os
-from halfsilver.report.figures import run_pictures
+from halfsilver.errors import CheckpointCorrupt, HalfsilverError
+from halfsilver.report.figures import Picture, inside, run_pictures
 from halfsilver.report.load import OneRun, load
 from halfsilver.report.run_page import run_page
 from halfsilver.report.study_figures import study_pictures
@@ -19,14 +22,29 @@ def write_report(path: str | Path, out: str | Path | None = None) -> Path:
 
     They go into `out`: by default the folder itself, or beside a summary file a folder of its name. The same results
     make the same files, byte for byte, with the same version of matplotlib.
+
+    Guarantee: whatever names and links the folder holds, no file is written outside `out`, and no name becomes markup.
     """
     path = Path(path)
     found = load(path)
     folder = Path(out) if out is not None else path.with_suffix("") if path.is_file() else path
-    pictures = run_pictures(found.history) if isinstance(found, OneRun) else study_pictures(found)
-    page = run_page(found, pictures) if isinstance(found, OneRun) else study_page(found, pictures)
-    for picture in (one for part in pictures.values() for one in part):
-        picture.write(folder / "figures")
+    page, pictures = _made(path, found)
     folder.mkdir(parents=True, exist_ok=True)
-    _os.write_atomically(folder / "report.html", page.encode())
+    for picture in pictures:
+        picture.write(inside(folder, "figures"))
+    _os.write_atomically(folder / "report.html", page.encode(errors="replace"))  # JSON has text that UTF-8 has not
     return folder / "report.html"
+
+
+def _made(path: Path, found: Mapping[str, Any] | OneRun) -> tuple[str, list[Picture]]:
+    """The page and its figures. A value of a kind that neither can show is the fault of the files."""
+    try:
+        made = run_pictures(found.history) if isinstance(found, OneRun) else study_pictures(found)
+        page = run_page(found, made) if isinstance(found, OneRun) else study_page(found, made)
+    except HalfsilverError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(
+            f"{path} holds values that cannot be shown: {type(error).__name__}: {error}. Restore it from a copy."
+        ) from error
+    return page, [one for part in made.values() for one in part]

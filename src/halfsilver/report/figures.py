@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfsilver import _os
+from halfsilver.errors import ConfigError
 from halfsilver.plots import COLOURS, INK, new_axes, rendered, style
-from halfsilver.report.words import figure
+from halfsilver.report.words import figure, short, slug
 
 Json = Mapping[str, Any]
 Paint = Callable[[Any], None]
@@ -23,7 +26,10 @@ _SCHEDULES = {"lr": "learning rate", "released_norm": "norm of the released grad
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A figure in both formats, with the words that belong to it."""
+    """A figure in both formats, with the words that belong to it.
+
+    Its `name` is made of slugs, for it is that of its files and of all ids in its markup.
+    """
 
     name: str
     title: str
@@ -33,17 +39,28 @@ class Picture:
     png: bytes
 
     def write(self, folder: Path) -> list[Path]:
-        """Both files, under the picture's name."""
+        """Both files, under the picture's name. A link in their place is replaced and not followed."""
         folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{self.name}.svg", folder / f"{self.name}.png"]
-        paths[0].write_text(self.svg, encoding="utf-8")
-        paths[1].write_bytes(self.png)
-        return paths
+        files = {inside(folder, f"{self.name}.svg"): self.svg.encode(), inside(folder, f"{self.name}.png"): self.png}
+        for path, content in files.items():
+            _os.write_atomically(path, content)
+        return list(files)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """`folder / name`, refused where the name or a folder that is a link would lead elsewhere."""
+    path = folder / name
+    if path.parent != folder or name in ("", "..") or (path.is_symlink() and path.is_dir()):
+        raise ConfigError(
+            f"Expected {str(path)!r} to lie in its folder, but it leads out of it. Name another one by --out."
+        )
+    return path
 
 
 def picture(name: str, paint: Paint, *, title: str, caption: str, alt: str, height: float = _SIZE[1]) -> Picture:
     """Draw by `paint(axes)`, legend below the axes; the files depend on nothing but what is drawn."""
-    with style():
+    with style(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)  # a box; the page has the name
         drawing, axes = new_axes(_SIZE[0], height)
         paint(axes)
         handles, labels = axes.get_legend_handles_labels()
@@ -87,7 +104,11 @@ def _logged(history: Sequence[Json], name: str, title: str, label: str) -> Pictu
     last = figure(values[-1][1], name)
     whole = title[0].upper() + title[1:]
     return picture(
-        name, paint, title=whole, caption=f"Last value: {last}.", alt=f"{whole} against private steps; last {last}."
+        slug(name),
+        paint,
+        title=whole,
+        caption=f"Last value: {last}.",
+        alt=f"{whole} against private steps; last {last}.",
     )
 
 
@@ -97,7 +118,7 @@ def line(axes: Any, method: str, values: Series, label: str, **looks: Any) -> No
     dashes, marker = LOOKS.get(method, OTHER)
     every = max(1, len(x) // 6)
     options = {"linestyle": dashes, "marker": marker, "markersize": 4, "linewidth": 1.7, "markevery": every, **looks}
-    axes.plot(x, y, label=label, color=colour_of(method), **options)
+    axes.plot(x, y, label=short(label), color=colour_of(method), **options)
 
 
 def series(lines: Iterable[Json], name: str) -> Series:
@@ -117,7 +138,7 @@ def scale(metric: str) -> float:
 
 def label_of(metric: str) -> str:
     """What is written along its axis."""
-    return f"test {metric}, %" if "accuracy" in metric else f"test {metric}"
+    return f"test {short(metric)}, %" if "accuracy" in metric else f"test {short(metric)}"
 
 
 def colour_of(method: str) -> str:

@@ -20,7 +20,7 @@ from halfsilver.report.figures import (
     scale,
     series,
 )
-from halfsilver.report.words import METHODS, figure, level, points
+from halfsilver.report.words import METHODS, figure, level, points, short, slug
 
 
 def study_pictures(study: Json) -> dict[str, list[Picture]]:
@@ -76,7 +76,7 @@ def _curves(runs: Sequence[Json], metric: str, without: str = "") -> Picture | N
     last = ", ".join(f"{method} {figure(rows[-1][1] / scale(metric), metric)}" for method, rows in curves.items())
     apart = f", without {without}" if without else ""
     return picture(
-        f"curve-{metric}{'-near' if without else ''}",
+        f"curve-{slug(metric)}{'-near' if without else ''}",
         paint,
         title=f"Test {metric}{apart}",
         caption="Line: mean over seeds. Band: lowest to highest seed."
@@ -125,11 +125,11 @@ def _finals(study: Json, metric: str) -> Picture | None:
             axes.plot(values, [row + 0.22] * len(values), "o", color=colour, alpha=0.5, markersize=4, linewidth=0)
             _whisker(axes, (means.get(method) or {}).get(metric) or {}, row, factor, colour, method)
         axes.set(xlabel=label_of(metric), ylim=(len(methods) - 0.5, -0.5))
-        axes.set_yticks(range(len(methods)), methods, parse_math=False)
+        axes.set_yticks(range(len(methods)), map(short, methods))
         axes.margins(x=0.08)
 
     return picture(
-        f"final-{metric}",
+        f"final-{slug(metric)}",
         paint,
         title=f"Final test {metric}",
         caption=f"Mark and bar: mean over seeds and its {level(study)} t-interval. Small dots: single seeds.",
@@ -160,14 +160,14 @@ def _differences(study: Json, metric: str) -> Picture | None:
             colour = COLOURS["public" if difference.get("within_noise") else "pda"]
             _whisker(axes, difference, row, factor, colour)
         unit = ", points" if "accuracy" in metric else ""
-        axes.set(xlabel=f"difference of {metric}{unit}", ylim=(len(found) - 0.5, -0.5))
+        axes.set(xlabel=f"difference of {short(metric)}{unit}", ylim=(len(found) - 0.5, -0.5))
         axes.locator_params(axis="x", nbins=5)  # small differences have long labels
-        axes.set_yticks(range(len(found)), [str(d.get("name")) for d in found], parse_math=False)
+        axes.set_yticks(range(len(found)), [short(str(d.get("name"))) for d in found])
         axes.margins(x=0.1)
 
     said = "; ".join(f"{d.get('name')}: {points(d['mean'], metric)}" for d in found)
     return picture(
-        f"difference-{metric}",
+        f"difference-{slug(metric)}",
         paint,
         title=f"Paired differences of test {metric}",
         caption=f"Mean over seeds and {level(study)} t-interval; grey where it is within noise. "
@@ -225,7 +225,7 @@ def _search(choices: Mapping[str, Json]) -> Picture | None:
             _ring(axes, method, choice, score)
         values = [value for tried in lines.values() for _, value in tried]
         rates = sorted({rate for tried in lines.values() for rate, _ in tried})
-        axes.set(xlabel="learning rate", ylabel=f"{score} of the search", xscale="log")
+        axes.set(xlabel="learning rate", ylabel=f"{short(score)} of the search", xscale="log")
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axes.set_xticks([], minor=True)
         if max(values) > 4 * min(values) > 0:

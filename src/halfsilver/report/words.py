@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,32 @@ METHODS = {
     "warm": "DP-SGD from the public model",
     "pda": "warm, with public gradients as the mirror",
 }
+
+
+def slug(name: str) -> str:
+    """A name for files and ids: its own if small letters, digits and underscores are all it has.
+
+    Any other becomes its readable part and a digest, so two names never share one. None has a hyphen, which may join
+    several. Names come from files that may be somebody else's, and as they are they may be paths or markup.
+
+    >>> slug("released_norm"), slug("val/error")
+    ('released_norm', 'val_error.e80c4353d66723ede4db11a30c5ee171')
+    """
+    if re.fullmatch(r"[a-z0-9_]{1,40}", name):
+        return name
+    words = re.sub(r"[^a-z0-9]+", "_", name[:40].lower()).strip("_")
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return f"{words or 'name'}.{digest}"
+
+
+def short(name: str) -> str:
+    """A name as it is drawn: on one line, in letters, and of a length that leaves room for the figure.
+
+    >>> short("loss"), short("two\\nlines"), len(short("x" * 1000))
+    ('loss', 'two lines', 32)
+    """
+    text = "".join(c if c.isprintable() else " " for c in name)
+    return text if len(text) <= 32 else f"{text[:31]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def figure(value: Any, metric: str = "") -> str:
