@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
+import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks import overlap as benchmark
 from benchmarks.architecture import PACKAGE, imports
 from halfsilver import cli
 from halfsilver.errors import ConfigError, DataMissing
-from halfsilver.overlap import overlap_of_images, overlap_of_lines
+from halfsilver.overlap import overlap_of_images, overlap_of_lines, overlap_of_rows
 
 WORDS = [f"w{i}" for i in range(500)]
 
@@ -67,8 +72,18 @@ def test_the_least_similarity_is_kept_to() -> None:
 def test_short_lines_are_left_aside() -> None:
     found = overlap_of_lines([["a"] * 7, [], ["a"] * 8], [["a"] * 7, ["a"] * 8])
     assert found.figures()["private"] == {"compared": 1, "left_aside": 2, "exact": 1, "near": 0, "share": 1.0}
-    nothing = overlap_of_lines([[]], [[]])
-    assert nothing.figures()["private"]["share"] == 0.0
+
+
+def test_nothing_to_compare_is_an_error() -> None:
+    """0 of 0 records would read as if there were no overlap."""
+    short, long = [["a"] * 7, []], [["a"] * 8]
+    for private, public, side in ((short, long, "private"), (long, short, "public"), ([], long, "private")):
+        with pytest.raises(ConfigError, match=f"{side} .*at least 8 words"):
+            overlap_of_lines(private, public)
+    with pytest.raises(ConfigError, match=r"private .*images"):
+        overlap_of_images(images(1, 0)[:0], images(1, 0))
+    with pytest.raises(ConfigError, match=r"public .*rows"):
+        overlap_of_rows([["1", "2"]], [["", " "]])
 
 
 @pytest.mark.parametrize("options", [{"similarity": 0.0}, {"similarity": 1.5}, {"min_words": 2}])
@@ -104,7 +119,122 @@ def test_images_of_other_shapes_are_refused() -> None:
         overlap_of_images(images(1, 0)[..., :8], images(1, 0)[..., :8])
 
 
+# ---- tables
+
+
+def test_rows_are_compared_cell_by_cell() -> None:
+    rng = np.random.default_rng(0)
+    private = [[str(v) for v in rng.integers(0, 1000, 10)] for _ in range(300)]
+    public = [[str(v) for v in rng.integers(0, 1000, 10)] for _ in range(100)]
+    private[5] = [f" {v}.0" for v in public[9]]  # the same numbers, written otherwise
+    private[6] = [*public[10][:4], "other", *public[10][5:]]  # 9 of 10 cells
+    private[7] = [*public[11][:4], "two", "others", *public[11][6:]]
+    found = overlap_of_rows(private, public)
+    assert {i: (m.exact, m.record, m.similarity) for i, m in found.private.matches.items()} == {
+        5: (True, 9, 1.0),
+        6: (False, 10, 0.9),
+    }
+    assert set(overlap_of_rows(private, public, similarity=0.8).private.matches) == {5, 6, 7}
+    with pytest.raises(ConfigError, match="similarity"):
+        overlap_of_rows(private, public, similarity=0.0)
+    with pytest.raises(ConfigError, match="cells"):
+        overlap_of_rows([["1", "2"]], [["1"]])
+
+
+@given(
+    rows=st.lists(st.lists(st.sampled_from("abc"), min_size=6, max_size=6), min_size=1, max_size=8),
+    others=st.lists(st.lists(st.sampled_from("abc"), min_size=6, max_size=6), min_size=1, max_size=8),
+    similarity=st.sampled_from([0.3, 0.5, 2 / 3, 0.9, 1.0]),
+)
+def test_no_near_row_is_missed(rows: list[list[str]], others: list[list[str]], similarity: float) -> None:
+    found = overlap_of_rows(rows, others, similarity=similarity)
+    for i, row in enumerate(rows):
+        best = max(sum(a == b for a, b in zip(row, other, strict=True)) / 6 for other in others)
+        assert (i in found.private.matches) == (best >= similarity)
+        assert i not in found.private.matches or found.private.matches[i].similarity == best
+
+
 # ---- files and command
+
+
+def table(path: Path, header: list[str], rows: list[list[Any]], separator: str = ",") -> Path:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, delimiter=separator).writerows([header, *rows])
+    return path
+
+
+def people(n: int, seed: int) -> list[list[Any]]:
+    rng = np.random.default_rng(seed)
+    return [[f"Name, {i}", int(rng.integers(18, 90)), float(rng.normal()), f"+{rng.integers(1e9)}"] for i in range(n)]
+
+
+COLUMNS = ["name", "age", "score", "phone"]
+
+
+def test_tables_are_compared_by_their_rows(tmp_path: Path) -> None:
+    """Every row copied, into a table with its columns in another order, another separator and one column more."""
+    rows = people(50, 0)
+    private = table(tmp_path / "private.csv", COLUMNS, rows)
+    for name, separator in (("public.csv", ";"), ("public.tsv", "\t")):
+        turned = [[row[2], row[0], "x", row[3], row[1]] for row in rows]
+        public = table(tmp_path / name, ["score", "name", "extra", "phone", "age"], turned, separator)
+        done = invoke(private, public, "--json")
+        figures = json.loads(done.stdout)
+        assert (figures["kind"], figures["columns"]) == ("tables", COLUMNS)
+        assert figures["private"] == {"compared": 50, "left_aside": 0, "exact": 50, "near": 0, "share": 1.0}
+        assert figures["public"]["exact"] == 50
+        assert done.exit_code == 3
+    shown = invoke(private, private).stdout
+    assert "100.00%" in shown
+    assert "name, age, score, phone" in " ".join(shown.split())
+
+
+def test_tables_without_names_of_columns_are_compared_by_position(tmp_path: Path) -> None:
+    numbers = [[1, 2.5, 7], [3, 4.5, 8], [5, 6.5, 9]]
+    private, public = tmp_path / "a.csv", tmp_path / "b.csv"
+    private.write_text("\n\n".join(",".join(map(str, row)) for row in numbers), encoding="utf-8-sig")
+    public.write_text("9,9,9\n5,6.50,9\n", encoding="utf-8")
+    figures = json.loads(invoke(private, public, "--json").stdout)
+    assert figures["columns"] == ["1", "2", "3"]
+    assert (figures["private"]["compared"], figures["private"]["exact"]) == (3, 1)
+
+
+def test_exit_codes_tell_what_was_found(texts: tuple[Path, Path], tmp_path: Path) -> None:
+    apart = table(tmp_path / "a.csv", COLUMNS, people(5, 1)), table(tmp_path / "b.csv", COLUMNS, people(5, 2)[3:])
+    short = tmp_path / "short.txt"
+    short.write_text("a few words\n" * 9)
+    for paths, code in ((texts, 3), (apart, 0), ((short, texts[1]), 2)):
+        done = subprocess.run(
+            [sys.executable, "-m", "halfsilver", "overlap", *map(str, paths)], capture_output=True, text=True
+        )
+        assert done.returncode == code
+        assert ("Expected" in done.stderr) == (code == 2)
+    for words in (["--help"], ["overlap", "--help"]):
+        assert "3" in CliRunner().invoke(cli.app, words).output.split("Exit code")[1]
+
+
+def test_tables_that_cannot_be_compared_are_said(tmp_path: Path) -> None:
+    one = table(tmp_path / "one.csv", COLUMNS, people(3, 0))
+    other = table(tmp_path / "other.csv", ["x", "y"], [[1, 2]])
+    empty, broken = tmp_path / "empty.csv", tmp_path / "broken.csv"
+    empty.write_text("\n\n")
+    broken.write_bytes(b"a,b\n\xff\xfe,1\n")
+    header = table(tmp_path / "header.csv", COLUMNS, [])
+    huge = table(tmp_path / "huge.csv", ["x"], [["y" * 200_000]])
+    cases: list[tuple[Path, type[Exception], str]] = [
+        (other, ConfigError, "columns"),
+        (empty, DataMissing, "rows"),
+        (broken, DataMissing, "UTF-8"),
+        (header, ConfigError, "rows"),
+        (huge, DataMissing, "131072"),
+        (tmp_path / "none.txt", DataMissing, "There is no file"),
+    ]
+    for path, kind, words in cases:
+        error = invoke(one, path).exception
+        assert isinstance(error, kind)
+        assert words in str(error)
+    (tmp_path / "text.txt").write_text("one two three")
+    assert isinstance(invoke(one, tmp_path / "text.txt").exception, ConfigError)
 
 
 @pytest.fixture
@@ -166,7 +296,7 @@ def test_what_cannot_be_compared_is_said(texts: tuple[Path, Path], tmp_path: Pat
     broken.write_bytes(bytes(3072))
     cases: list[tuple[tuple[Path, Path], type[Exception], str]] = [
         ((texts[0], tmp_path / "absent"), DataMissing, "There is no file"),
-        ((texts[0], broken), ConfigError, "all images"),
+        ((texts[0], broken), ConfigError, "of one kind"),
         ((broken, broken), DataMissing, "3,072 bytes, expected 3,073 bytes"),
     ]
     for paths, kind, words in cases:

@@ -5,6 +5,7 @@
 | 0 | all is well |
 | 1 | asked rightly, and the answer is no: an alarm, a check that failed, a budget that is spent |
 | 2 | asked wrongly: an option, a name, a file, an extra that is not installed |
+| 3 | `halfsilver overlap` found copies |
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _app(
 ) -> None:
     """Private training with public data as the mirror.
 
-    Exit codes: 0 fine, 1 a check failed or an alarm, 2 wrong use.
+    Exit codes: 0 fine, 1 a check failed or an alarm, 2 wrong use, 3 overlap found.
     """
 
 

@@ -13,21 +13,28 @@ from rich.table import Table
 from halfsilver.overlap.files import outside_run_folders, overlap_of_files
 from halfsilver.overlap.text import MIN_WORDS
 
-_ROWS = {"compared": "records compared", "left_aside": "left aside: too short", "exact": "with an exact copy"}
+FOUND = 3
+_ROWS = {"compared": "records compared", "left_aside": "left aside: short, empty", "exact": "with an exact copy"}
 _ROWS |= {"near": "with a near copy", "share": "share with a copy"}
 
 
 def overlap(
-    private: Annotated[Path, typer.Argument(help="Private file or folder: text, one record a line; or CIFAR-10 .bin.")],
+    private: Annotated[
+        Path, typer.Argument(help="Private file or folder: text, one record a line; .csv, .tsv; CIFAR-10 .bin.")
+    ],
     public: Annotated[Path, typer.Argument(help="Public file or folder of the same kind.")],
     similarity: Annotated[
-        float | None, typer.Option(help="Least that counts as near (default: 0.5 of word triples; correlation 0.95).")
+        float | None,
+        typer.Option(help="Least that counts as near (default: 0.5 of word triples, 0.9 of cells, correlation 0.95)."),
     ] = None,
     min_words: Annotated[int, typer.Option(help="Lines of fewer words are left aside.")] = MIN_WORDS,
     out: Annotated[Path | None, typer.Option(help="JSON file for all matches; not in a run folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """For the custodian: private records with exact or near copies in public data. Outside the guarantee."""
+    """For the custodian: private records with exact or near copies in public data. Outside the guarantee.
+
+    Exit code: 0 no copies, 3 copies found, 2 nothing to compare or wrong use.
+    """
     if out is not None:
         outside_run_folders(out)
     found = overlap_of_files(private, public, similarity=similarity, min_words=min_words)
@@ -35,8 +42,10 @@ def overlap(
         out.write_text(json.dumps(found.report()) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(found.figures()))
-        return
-    _show(found.figures())
+    else:
+        _show(found.figures())
+    if found.private.matches:
+        raise typer.Exit(FOUND)
 
 
 def _show(figures: dict[str, Any]) -> None:
@@ -46,4 +55,6 @@ def _show(figures: dict[str, Any]) -> None:
         table.add_row(name, *(f"{v:.2%}" if isinstance(v, float) else f"{v:,}" for v in values))
     console = Console(markup=False)
     console.print(table)
+    if "columns" in figures:
+        console.print(f"Compared by the columns {', '.join(figures['columns'])}.", highlight=False, markup=False)
     console.print(figures["note"], highlight=False, markup=False)

@@ -6,6 +6,7 @@ It reads both sets in the clear. What it finds is outside the privacy guarantee,
 from halfsilver.overlap.files import overlap_of_files
 from halfsilver.overlap.images import overlap_of_images
 from halfsilver.overlap.match import Match, Overlap, Side
+from halfsilver.overlap.tables import overlap_of_rows
 from halfsilver.overlap.text import overlap_of_lines
 
-__all__ = ["Match", "Overlap", "Side", "overlap_of_files", "overlap_of_images", "overlap_of_lines"]
+__all__ = ["Match", "Overlap", "Side", "overlap_of_files", "overlap_of_images", "overlap_of_lines", "overlap_of_rows"]

@@ -37,7 +37,7 @@ def overlap_of_images(private: Pixels, public: Pixels, *, correlation: float = C
         fits, "shapes of the images", shapes, f"equal, (channels, height, width), at least {_SMALLEST} wide and high"
     )
     own, shown = ([image.tobytes() for image in side] for side in (private, public))
-    return overlap("images", own, shown, partial(_near, shape=shapes[0], correlation=correlation))
+    return overlap("images", own, shown, partial(_near, shape=shapes[0], correlation=correlation), "images")
 
 
 def _near(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from halfsilver.errors import ConfigError
+
 NOTE = (
     "Read from private data in the clear: outside the privacy guarantee. Keep it with the private data, and do not "
     "choose public data by it unless that choice may be known."
@@ -43,16 +45,18 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What two sets have in common, seen from each of them."""
+    """What two sets have in common, seen from each of them; of tables, by which columns."""
 
     kind: str
     private: Side
     public: Side
+    columns: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
         """Counts and shares, with the words that they are not private."""
         sides = {"private": self.private.figures(), "public": self.public.figures()}
-        return {"not_private": True, "note": NOTE, "kind": self.kind, **sides}
+        by = {"columns": list(self.columns)} if self.columns else {}
+        return {"not_private": True, "note": NOTE, "kind": self.kind, **by, **sides}
 
     def report(self) -> dict[str, Any]:
         """The figures, and each private record that has a copy: numbers of both, whether equal, and how similar."""
@@ -62,17 +66,23 @@ class Overlap:
 
 
 def overlap(
-    kind: str, private: Sequence[Content | None], public: Sequence[Content | None], near: Near[Content]
+    kind: str, private: Sequence[Content | None], public: Sequence[Content | None], near: Near[Content], expected: str
 ) -> Overlap:
     """Pair the records of two sets, given by their contents; None is a record that is left aside.
 
-    `near` is asked once, about the distinct contents of either set, for pairs of their numbers and a similarity.
+    `near` is asked once, about the distinct contents of either set, for pairs of their numbers and a similarity. A set
+    of which nothing can be compared is an error that says what was `expected`: 0 of 0 records is not "no overlap".
     """
     ours, theirs = _places(private), _places(public)
+    for side, given, found in (("private", private, ours), ("public", public, theirs)):
+        if not found:
+            raise ConfigError(
+                f"Expected the {side} set to hold {expected}; of its {len(given):,} records none could be compared."
+            )
     keys, other_keys = list(ours), list(theirs)
     pairs = [(key, key, True, 1.0) for key in keys if key in theirs]
-    found = near(keys, other_keys) if keys and theirs else ()
-    pairs += [(keys[i], other_keys[j], False, similarity) for i, j, similarity in found if keys[i] != other_keys[j]]
+    alike = near(keys, other_keys)
+    pairs += [(keys[i], other_keys[j], False, similarity) for i, j, similarity in alike if keys[i] != other_keys[j]]
     turned = [(b, a, exact, similarity) for a, b, exact, similarity in pairs]
     return Overlap(kind=kind, private=_side(private, ours, theirs, pairs), public=_side(public, theirs, ours, turned))
 

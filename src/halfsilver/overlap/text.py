@@ -32,7 +32,8 @@ def overlap_of_lines(
     require(0 < similarity <= 1, "similarity", similarity, "in (0, 1]")
     require(min_words >= _TRIPLE, "min_words", min_words, f"at least {_TRIPLE}")
     own, shown = ([" ".join(line) if len(line) >= min_words else None for line in side] for side in (private, public))
-    return overlap("text", own, shown, partial(_near, similarity=similarity))
+    expected = f"lines of at least {min_words} words (set by min_words, --min-words)"
+    return overlap("text", own, shown, partial(_near, similarity=similarity), expected)
 
 
 def _near(private: list[str], public: list[str], similarity: float) -> Iterator[tuple[int, int, float]]:
