@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 
+import mpmath
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from halfsilver.errors import ConfigError
-from halfsilver.privacy.entropy import BLOCK, MAX_NORMAL, Entropy, OsEntropy, UnsafeSeed, normal_blocks
+from halfsilver.privacy.entropy import BLOCK, MAX_NORMAL, MAX_SCALE, Entropy, OsEntropy, UnsafeSeed, normal_blocks
 from halfsilver.privacy.gradients.base import ClippedSum
 from halfsilver.privacy.noise import add_noise, grid, noise_scale, noisy_mean, on_grid
 
@@ -125,6 +126,10 @@ def test_margin_pays_for_rounding() -> None:
 def test_noise_too_large_for_exact_addition_is_refused() -> None:
     with pytest.raises(ConfigError, match="noise_multiplier"):
         release([torch.zeros(4)], 1e12, 1.0)
+    g = grid(1.0, 4)
+    release([torch.zeros(4)], 0.999 * MAX_SCALE * g, 1.0)
+    with pytest.raises(ConfigError, match="float64"):
+        release([torch.zeros(4)], 1.001 * MAX_SCALE * g, 1.0)
 
 
 def test_released_mean_is_the_noisy_sum_divided_and_cast() -> None:
@@ -150,6 +155,113 @@ def test_normals_use_both_halves_of_odd_blocks() -> None:
         assert len(set(x.tolist())) == n
 
 
+class Words:
+    """Entropy that gives these words, for radii and for angles; then further ones, where a radius needs more bits."""
+
+    is_private = False
+
+    def __init__(self, radii: list[int], angles: list[int], further: int) -> None:
+        self.first, self.further = torch.tensor(radii + angles, dtype=torch.int64), further
+
+    def words(self, n: int) -> torch.Tensor:
+        return self.first if n == len(self.first) else torch.tensor([self.further] * n)
+
+
+TOP = 2**63
+CLOSE = 2**43  # this close to 0 or 1, in units of 2^-63, a radius needs more bits
+
+
+def further_for(place: int) -> int:
+    """The further word that places a radius by `place` * 2^-53 from the middle of the share of its own word."""
+    return (place - 1) * 2048 - TOP if place > 0 else (place - 1) * 2048 + TOP
+
+
+def drawn(radii: list[int], angles: list[int], scale: float = 1.0, further: int = 0) -> np.ndarray:
+    """The pairs of normals that these words give, [n, 2]."""
+    ((_, block),) = normal_blocks(Words(radii, angles, further), 2 * len(radii), scale)
+    return block.clone().view(2, -1).T.numpy()
+
+
+def exact(word: int, angle: int, further: int) -> tuple[mpmath.mpf, mpmath.mpf]:
+    """The same pair in 60 digits."""
+    place = mpmath.mpf((further >> 11) % 2**53 + 1) / 2**53 - mpmath.mpf(1) / 2  # within the share of its word
+    below, above = abs(word), TOP - abs(word)
+    share = mpmath.mpf(below) / TOP
+    if below < CLOSE:
+        share = max(abs(below + place) / TOP, mpmath.mpf(2) ** -117)
+    elif above < CLOSE:
+        share = 1 - abs(above + place) / TOP
+    radius, turn = mpmath.sqrt(-2 * mpmath.log(share)), mpmath.pi * angle / TOP
+    return radius * mpmath.cos(turn), radius * mpmath.sin(turn)
+
+
+def errors(radii: list[int], angles: list[int], further: int = 0) -> np.ndarray:
+    """How far the numbers drawn are from exact ones, in standard deviations."""
+    with mpmath.workdps(60):
+        pairs = zip(drawn(radii, angles, 1.0, further).tolist(), radii, angles, strict=True)
+        found = [
+            [abs(mpmath.mpf(a) - b) for a, b in zip(pair, exact(r, w, further), strict=True)] for pair, r, w in pairs
+        ]
+        return np.array(found, dtype=np.float64)
+
+
+def test_the_ends_are_those_of_exact_arithmetic() -> None:
+    """All words next to 0 and 1, and some at each distance: next to 1 a float64 would give 1,024 words one radius."""
+    next_to_one = [TOP - c for c in range(1, 1500)] + [-TOP + c for c in range(1500)]
+    next_to_zero = list(range(-500, 500))
+    far = [sign * (TOP - 2**k + j) for k in range(13, 50) for j in (-1, 0, 1) for sign in (-1, 1)]
+    far += [sign * (2**k + j) for k in range(13, 63) for j in (-1, 0, 1) for sign in (-1, 1)]
+    words = next_to_one + next_to_zero + far
+    angles = [(12345678901234567 * i) % 2**64 - TOP for i in range(len(words))]
+    for further in (0, -1, 2**62 + 12345, TOP - 2048):
+        assert errors(words, angles, further).max() < 2.0**-44
+        radii = np.hypot(*drawn(words, angles, 1.0, further).T)
+        with mpmath.workdps(60):
+            pairs = list(zip(words, angles, strict=True))[: len(next_to_one) + len(next_to_zero)]
+            wanted = np.array([mpmath.hypot(*exact(*pair, further)) for pair in pairs], dtype=np.float64)
+        assert (np.abs(radii[: len(wanted)] - wanted) <= 2.0**-50 * wanted).all(), "relative, however small"
+
+
+@pytest.mark.parametrize("steps", [2.0**30, 2.0**37, MAX_SCALE])
+def test_no_two_circles_are_a_grid_step_apart(steps: float) -> None:
+    """Exact enumeration of neighbouring radii: at both ends, at the borders of their treatment, and between.
+
+    2^30 grid steps to a standard deviation are a million parameters at noise multiplier 1.
+    """
+
+    def largest_gap(words: list[int], *further: int) -> float:
+        radii = [np.hypot(*drawn(words, [0] * len(words), steps, f).T) for f in further or (0,)]
+        return float(np.diff(np.sort(np.concatenate(radii))).max())
+
+    assert largest_gap([TOP - CLOSE + 512 * j for j in range(-500, 500)], *range(-TOP, TOP, TOP // 8)) < 1
+    assert largest_gap([CLOSE + j for j in range(-500, 500)], *range(-TOP, TOP, TOP // 8)) < 1
+    for u in (0.001, 0.25, 0.5, 0.75, 0.999):
+        assert largest_gap([int(TOP * u) + 512 * j for j in range(-500, 500)]) < 1
+    for word in (1, 2, 1000, -TOP, TOP - 1, TOP - 2, TOP - 1000):
+        assert largest_gap([word], *(further_for(j) for j in range(-1000, 1000))) < 1
+    tail = int(steps)  # beyond it there are gaps, and an exact sampler goes there with probability steps * 2^-116
+    assert largest_gap([0], *(further_for(tail + j) for j in range(1000))) < 1
+
+
+def test_how_far_the_sampler_is_from_exact_arithmetic() -> None:
+    """The chance that a number goes to another grid point is twice the mean distance in grid steps: 2^-48 * steps."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.empty(2, 20_000, dtype=torch.int64).random_(-TOP, None, generator=generator).tolist()
+    words[0] += [0, 1, -1, 2, TOP - 1, -TOP, TOP // 2, 3]
+    words[1] += [0, -TOP, TOP - 1, TOP // 2, 1, -1, -TOP // 2, TOP // 4]
+    found = errors(*words)
+    assert found.max() < 2.0**-44
+    assert 2 * found.mean() < 2.0**-48
+
+
+def test_the_tail_ends_where_it_is_said_to() -> None:
+    """An exact sampler has a larger radius with probability 2^-117."""
+    assert math.hypot(*drawn([0], [0], 1.0, further_for(0))[0]) == pytest.approx(MAX_NORMAL, rel=1e-15)
+    for j in (-(2**52) + 1, -1, 1, 2**52):
+        assert math.hypot(*drawn([0], [0], 1.0, further_for(j))[0]) < MAX_NORMAL
+    assert math.exp(-(MAX_NORMAL**2) / 2) == pytest.approx(2.0**-117)
+
+
 def test_ten_million_normals_cost_at_most_four_randn() -> None:
     """Interleaved, 5 repetitions, the smallest of each; process time, because the machine may be shared."""
 
@@ -169,4 +281,5 @@ def test_every_draw_mixes_in_new_bytes_of_the_kernel(monkeypatch: pytest.MonkeyP
     mixed: list[bytes] = []
     monkeypatch.setattr("halfsilver.privacy.entropy.RAND_add", lambda fresh, _: mixed.append(fresh))
     add_noise(ClippedSum([torch.zeros(3), torch.zeros(2 * BLOCK + 1)], 1.0), 1.0, OsEntropy())
-    assert mixed == [bytes(32)] * 4
+    assert set(mixed) == {bytes(32)}
+    assert len(mixed) >= 4  # and one more for each block with a radius that needs more bits

@@ -8,13 +8,20 @@ from collections.abc import Iterator
 from ssl import RAND_add, RAND_bytes
 from typing import Protocol, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 # Small enough that a block's words, radii and angles stay in the cache together.
 BLOCK = 1 << 16
 
 _FRESH_BYTES = 32
+
+# Shares this close to 0 or 1 get the bits of a further word. There the 63 bits of one, and next to 1 the 53 bits of a
+# float64, would leave gaps between the radii.
+_CLOSE = 2.0**-20
+_LEAST = np.int64(-(2**63))
 
 
 class Entropy(Protocol):
@@ -67,19 +74,48 @@ def normal_blocks(entropy: Entropy, n: int, scale: float) -> Iterator[tuple[int,
     """`n` float64 normals, a block at a time with its start; the next block takes its place.
 
     Box-Muller on whole words: the radius from one with more than 53 bits, the angle, uniform on the circle, from
-    another; both give a normal. A draw can be as large as `MAX_NORMAL` standard deviations.
+    another; both give a normal.
+
+    How far it is from the normal distribution, for `scale` up to `MAX_SCALE` and rounded to whole numbers:
+
+    - Support: every pair of whole numbers is possible, up to a radius that an exact sampler exceeds with probability
+      scale * 2^-116, so at most 2^-73. No number is larger than `MAX_NORMAL` standard deviations.
+    - Rounding: a number is within 2^-44 standard deviations, and in the mean 2^-49, of the one that exact arithmetic
+      would make of the same words. So it is rounded to another whole number with probability below scale * 2^-48.
     """
     block, radii, angles = (torch.empty(k, dtype=torch.float64) for k in (BLOCK, BLOCK // 2, BLOCK // 2))
     for start in range(0, n, BLOCK):
         size = min(BLOCK, n - start)
         half = (size + 1) // 2
         words, radius, angle = entropy.words(2 * half), radii[:half], angles[:half]
-        radius.copy_(words[:half]).abs_().clamp_(min=1.0).mul_(2.0**-63)  # in (0, 1]
-        radius.log_().mul_(-2 * scale**2).sqrt_()
+        radius.copy_(words[:half]).abs_().mul_(2.0**-63)  # in [0, 1]
+        _log(radius, words, entropy).mul_(-2 * scale**2).sqrt_()
         angle.copy_(words[half:]).mul_(math.pi * 2.0**-63)
         torch.cos(angle, out=block[:half]).mul_(radius)
         torch.sin(angle, out=block[half : 2 * half]).mul_(radius)
         yield start, block[:size]
 
 
-MAX_NORMAL = math.sqrt(2 * 63 * math.log(2))  # in standard deviations
+def _log(share: Tensor, words: Tensor, entropy: Entropy) -> Tensor:
+    """log(share) in its place, where a share is |word| * 2^-63."""
+    values = share.numpy()
+    bits = values.view(np.int64)  # in the same order, and compared faster; so is argmin faster than min
+    least, largest = values[bits.argmin()], values[bits.argmax()]
+    if least >= _CLOSE and largest <= 1 - _CLOSE:  # in fifteen blocks of sixteen
+        return share.log_()
+    ends = np.flatnonzero((values < _CLOSE) | (values > 1 - _CLOSE))
+    share.log_()
+    values[ends] = _log_of_ends(words.numpy()[ends], uniform(entropy, len(ends)).numpy())
+    return share
+
+
+def _log_of_ends(words: NDArray[np.int64], fresh: NDArray[np.float64]) -> NDArray[np.float64]:
+    """log(share) of shares next to 0 or next to 1, each at a place within its word's that a fresh uniform chooses."""
+    small = np.abs(words.astype(np.float64)) < 2.0**62
+    whole = np.where(small, words, _LEAST - np.abs(words))  # 2^63 - |word|, modulo 2^64
+    part = np.abs(np.abs(whole.astype(np.float64)) + (fresh - 0.5)) * 2.0**-63
+    return np.where(small, np.log(np.maximum(part, 2.0**-117)), np.log1p(-part))
+
+
+MAX_NORMAL = math.sqrt(2 * 117 * math.log(2))  # in standard deviations
+MAX_SCALE = 2.0**43

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfsilver._tensors import Tensors
 from halfsilver.errors import ConfigError
-from halfsilver.privacy.entropy import MAX_NORMAL, Entropy, normal_blocks
+from halfsilver.privacy.entropy import MAX_SCALE, Entropy, normal_blocks
 from halfsilver.privacy.gradients.base import ClippedSum
 
 _GRID_SHARE = 1e-6
@@ -40,13 +40,12 @@ def noise_scale(noise_multiplier: float, sensitivity: float) -> float:
 
 
 def check_exactness(noise_multiplier: float, sensitivity: float, dimension: int) -> None:
-    """Refuse a plan whose noise could leave the range in which float64 adds multiples of the grid exactly."""
-    largest = MAX_NORMAL * noise_scale(noise_multiplier, sensitivity)
-    if largest >= _EXACT * grid(sensitivity, dimension):
-        highest = _EXACT * grid(sensitivity, dimension) / (MAX_NORMAL * sensitivity)
+    """Refuse a plan whose noise float64 could not draw finely enough; far below it, all additions are exact."""
+    g = grid(sensitivity, dimension)
+    if noise_scale(noise_multiplier, sensitivity) > MAX_SCALE * g:
         raise ConfigError(
-            f"Expected noise_multiplier={noise_multiplier:g} below {highest:.3g} for {dimension} parameters; beyond it "
-            "float64 cannot add the noise exactly. Train fewer parameters."
+            f"Expected noise_multiplier={noise_multiplier:g} below {MAX_SCALE * g / sensitivity:.3g} for {dimension} "
+            "parameters; beyond it float64 cannot draw the noise finely enough. Train fewer parameters."
         )
 
 
@@ -55,8 +54,10 @@ def add_noise(
 ) -> Tensors:
     """The sum plus Gaussian noise of `noise_multiplier` times its sensitivity, as float64 multiples of the grid.
 
-    Guarantee: one release of the Gaussian mechanism with at least this noise multiplier, in the reals and not only up
-    to rounding. `dimension` is the number of parameters of the whole model where `clipped` holds one shard of it.
+    Guarantee: one release of the Gaussian mechanism with at least this noise multiplier, on a grid. Rounding the sum is
+    paid for by the scale of the noise, and adding is exact, so an output depends on the sum through the probability of
+    the noise alone. The noise is a rounded normal as far as `normal_blocks` says; that distance is not in epsilon or
+    delta. `dimension` is the number of parameters of the whole model where `clipped` holds one shard of it.
     """
     double = [torch.float64] * len(clipped.tensors)
     copy = ClippedSum([t.to(torch.float64, copy=True) for t in clipped.tensors], clipped.sensitivity)
