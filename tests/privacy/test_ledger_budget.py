@@ -187,7 +187,7 @@ def test_a_second_plan_and_the_first_together_stay_within_one_delta(tmp_path: Pa
         ledger.register_run(run_id, plan, block_max=200)
         ledger.intend(run_id, 200)
     assert [run.spent < 200 for run in ledger.runs.values()] == [False, True]
-    with pytest.raises(BudgetExceeded, match=r"would make that epsilon=3\.\d+ by RDP, .* at half of delta"):
+    with pytest.raises(BudgetExceeded, match=r"would make epsilon=3\.\d+ in all, by RDP .* at half of delta"):
         ledger.intend("b")
     rule = Rule(Budget(epsilon=3.0, delta=1e-3), poisson(200, 2.5).count())
     assert not rule.alone

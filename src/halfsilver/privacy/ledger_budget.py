@@ -74,9 +74,9 @@ class Rule:
         if self.alone and len(merged(counts)) > 1:
             plan = f"noise_multiplier={self.first.noise_multiplier}, sampling_rate={self.first.sampling_rate}"
             return f"is not granted: the first plan needed all of delta, so only steps with {plan} are"
-        by = "RDP, as mechanisms differ" if len(merged(counts)) > 1 else "PLD"
+        by = "RDP (noise or rate differ)" if len(merged(counts)) > 1 else "PLD"
         share = "delta" if self.alone else "half of delta"
-        return f"would make that epsilon={self.epsilon(counts):.6g} by {by}, at {share}"
+        return f"would make epsilon={self.epsilon(counts):.6g} in all, by {by} at {share}"
 
 
 @lru_cache(maxsize=64)
