@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import halfsilver as hs
-from halfsilver.errors import ConfigError
+from halfsilver.errors import CheckpointCorrupt, ConfigError
+from halfsilver.runs import write_json
 from halfsilver.statement import default_delta
+from halfsilver.verify import verify
 from tests.markdown import ROOT
 
 PLAN = hs.PrivacyPlan(steps=4, sampling_rate=1e-3, expected_batch_size=1000, noise_multiplier=1.0)
@@ -48,3 +51,27 @@ def test_a_run_keeps_the_delta_it_began_with(run: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new" / "config.json").read_text())["delta"] == pytest.approx(1e-7)
     with pytest.raises(ConfigError, match="Expected delta of the run"):
         fit(run, delta=1e-7)
+
+
+def test_its_statement_verifies_by_the_rules_of_its_version(run: Path) -> None:
+    """It gives the total of two mechanisms at twice the delta; what is written now gives it at delta."""
+    report = verify(run)
+    then, now = report["statement"]["all_runs_on_this_data"], report["all_runs_now"]
+    assert (report["statement"]["statement_version"], then["accountant"], then["delta"]) == (1, "rdp", 2e-6)
+    assert (now["epsilon"], now["delta"], now["composition"]) == (then["epsilon"], 1e-6, "filter")
+    for change in ({"delta": 1e-6}, {"epsilon": 0.5}, {"runs": 1, "accountant": "pld", "epsilon": 0.0, "delta": 1e-6}):
+        changed = json.loads((run / "statement.json").read_text())
+        changed["all_runs_on_this_data"].update(change)
+        copy = Path(shutil.copytree(run, run.parent / next(iter(change)), dirs_exist_ok=True))
+        write_json(copy / "statement.json", changed)
+        with pytest.raises(CheckpointCorrupt, match="all_runs_on_this_data"):
+            verify(copy)
+
+
+def test_it_goes_on_in_the_form_of_today(run: Path) -> None:
+    assert fit(run).statement["statement_version"] == 2
+    assert verify(run)["statement"]["all_runs_on_this_data"]["delta"] == 1e-6
+    ledger = hs.Ledger.open(run / "ledger.jsonl")
+    assert ledger.budget == hs.Budget(epsilon=9.0, delta=1e-6)
+    assert fit(run.parent / "next", replace(PLAN, noise_multiplier=3.0), ledger=ledger).updates == 4
+    assert verify(run)["all_runs_now"]["runs"] == 3

@@ -16,18 +16,22 @@ from typer.testing import CliRunner
 import halfsilver as hs
 from halfsilver import checkpoint, cli
 from halfsilver.errors import CheckpointCorrupt, HalfsilverError, LedgerCorrupt
+from halfsilver.privacy.accounting import epsilon_of
 from halfsilver.runs import write_json
 from halfsilver.verify import verify
 
 
-def run_at(folder: Path, *, steps: int = 12, **options: Any) -> Path:
+def plan_of(sigma: float, steps: int = 12) -> hs.PrivacyPlan:
+    return hs.PrivacyPlan(steps=steps, sampling_rate=0.1, expected_batch_size=10, noise_multiplier=sigma)
+
+
+def run_at(folder: Path, *, steps: int = 12, sigma: float = 1.0, **options: Any) -> Path:
     model = torch.nn.Linear(4, 1)
-    plan = hs.PrivacyPlan(steps=steps, sampling_rate=0.1, expected_batch_size=10, noise_multiplier=1.0)
     trainer = hs.Trainer(
         model,
         lambda m, b: m(b).square().squeeze(1),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        plan=plan,
+        plan=plan_of(sigma, steps),
         **{name: value for name, value in options.items() if name != "ledger"},
     )
     trainer.fit(torch.randn(100, 4), run_dir=folder, delta=1e-5, ledger=options.get("ledger"))
@@ -186,6 +190,125 @@ def test_runs_on_one_ledger_verify_and_tell_of_a_seeded_one(tmp_path: Path) -> N
         edit_json("statement.json", lambda s, f=field, v=value: s["all_runs_on_this_data"].update({f: v}))(run)  # type: ignore[misc]
         with pytest.raises(CheckpointCorrupt, match="all_runs_on_this_data"):
             verify(run)
+
+
+def total_in(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "statement.json").read_text())["all_runs_on_this_data"]
+    return found
+
+
+def with_total(run: Path, **changes: Any) -> Path:
+    """A copy of the run whose statement has another total."""
+    copy = Path(shutil.copytree(run, run.parent / f"copy {len(list(run.parent.iterdir()))}"))
+    edit_json("statement.json", lambda s: s["all_runs_on_this_data"].update(changes))(copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs on one ledger, of two mechanisms, one after the other; the second one's figures are asked for."""
+    folder = tmp_path_factory.mktemp("shared")
+    for name, sigma in (("first", 0.8), ("published", 1.0), ("later", 1.0)):
+        run_at(folder / name, ledger=folder / "ledger", sigma=sigma)
+    return folder
+
+
+def test_the_total_is_at_least_what_the_ledger_held_at_the_finish(shared: Path) -> None:
+    """A statement that named this run alone was accepted as long as its epsilon was this run's own."""
+    run, true = shared / "published", total_in(shared / "published")
+    assert (true["runs"], true["accountant"], true["delta"]) == (2, "rdp", 1e-5)
+    own = verify(run)["statement"]["spent_so_far"]["epsilon_pld"]
+    for understated in (
+        {"runs": 1, "accountant": "pld", "epsilon": own},
+        {"epsilon": true["epsilon"] * (1 - 1e-6)},
+        {"runs": 1},
+        {"accountant": "pld"},
+        {"delta": 1e-6},
+        {"delta": 2e-5},
+        {"composition": "filter"},
+        {"budget": {"epsilon": 1.0, "delta": 1e-5}},
+    ):
+        with pytest.raises(CheckpointCorrupt, match="all_runs_on_this_data"):
+            verify(with_total(run, **understated))
+
+
+def test_the_total_may_be_any_that_the_ledger_held_since(shared: Path) -> None:
+    run, now = shared / "published", verify(shared / "published")["all_runs_now"]
+    assert now == total_in(shared / "later")
+    assert now["epsilon"] > total_in(run)["epsilon"]
+    assert verify(with_total(run, **now))["ok"]
+    between = (now["epsilon"] + total_in(run)["epsilon"]) / 2
+    assert verify(with_total(run, runs=3, epsilon=between))["ok"]
+    for overstated in ({"epsilon": between}, {"runs": 3, "epsilon": 1.01 * now["epsilon"]}, {"runs": 4}):
+        with pytest.raises(CheckpointCorrupt, match="all_runs_on_this_data"):
+            verify(with_total(run, **overstated))
+
+
+def test_the_ledgers_total_of_now_stands_beside_that_of_the_statement(shared: Path) -> None:
+    report = json.loads(call("verify", str(shared / "first"), "--json").stdout)
+    assert (report["statement"]["all_runs_on_this_data"]["runs"], report["all_runs_now"]["runs"]) == (1, 3)
+    table = call("verify", str(shared / "first")).stdout
+    for total in (report["statement"]["all_runs_on_this_data"], report["all_runs_now"]):
+        assert f"epsilon {total['epsilon']:.6g}, delta 1e-05, runs {total['runs']}" in table
+
+
+def test_after_a_compaction_the_total_is_bounded_by_what_is_still_known(shared: Path) -> None:
+    folder = Path(shutil.copytree(shared, shared.parent / "compacted"))
+    ledger = hs.Ledger.open(folder / "ledger")
+    assert ledger.compact()
+    for name in ("first", "published", "later"):
+        run, true = folder / name, total_in(folder / name)
+        assert verify(run, folder / "ledger")["ok"]
+        assert verify(with_total(run, **total_in(folder / "later")), folder / "ledger")["ok"]
+        for wrong in ({"epsilon": 0.99 * true["epsilon"]}, {"runs": true["runs"] - 1}, {"runs": 4}, {"delta": 2e-5}):
+            with pytest.raises(CheckpointCorrupt, match="all_runs_on_this_data"):
+                verify(with_total(run, **wrong), folder / "ledger")
+
+
+def test_runs_side_by_side_are_counted_as_far_as_they_had_come(tmp_path: Path) -> None:
+    """While this run goes on its statement is that of its start; others spend before, during and after it."""
+    ledger, plan = hs.Ledger.open(tmp_path / "ledger"), plan_of(1.0)
+    ledger.register_run("other", plan, block_max=4)
+    ledger.intend("other", 4)
+    run = tmp_path / "run"
+
+    def others_spend(report: Any) -> None:
+        if report.step == 5:
+            ledger.intend("other", 2)
+            shutil.copytree(run, tmp_path / "half way")
+        if report.step == 6:
+            ledger.intend("other", 1)
+
+    run_at(run, ledger=tmp_path / "ledger", callbacks=[others_spend], checkpoint_seconds=0.0)
+    ledger.intend("other", 4)
+    steps = {name: epsilon_of([plan.count(k)], 1e-5, "pld") for name, k in (("start", 4), ("finish", 19))}
+    shutil.copy(tmp_path / "ledger", tmp_path / "ended")
+    assert total_in(run)["epsilon"] == steps["finish"]
+    assert total_in(tmp_path / "half way")["epsilon"] == steps["start"]
+    assert verify(run)["all_runs_now"]["epsilon"] == epsilon_of([plan.count(23)], 1e-5, "pld")
+    for epsilon in (steps["start"], 0.999 * steps["finish"]):
+        with pytest.raises(CheckpointCorrupt, match="all_runs_on_this_data"):
+            verify(with_total(run, epsilon=epsilon))
+
+
+def test_the_statement_of_an_unfinished_run_is_that_of_the_steps_it_counts(tmp_path: Path) -> None:
+    ledger, plan = hs.Ledger.open(tmp_path / "ledger"), plan_of(1.0)
+    ledger.register_run("other", plan, block_max=4)
+    ledger.intend("other", 4)
+
+    def stop(report: Any) -> None:
+        ledger.intend("other", 1)
+        if report.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_at(tmp_path / "run", ledger=tmp_path / "ledger", callbacks=[stop], checkpoint_seconds=0.0)
+    run = tmp_path / "run"
+    assert not verify(run)["finished"]
+    assert total_in(run)["epsilon"] == epsilon_of([plan.count(4)], 1e-5, "pld")
+    for epsilon in (0.0, epsilon_of([plan.count(3)], 1e-5, "pld"), verify(run)["all_runs_now"]["epsilon"]):
+        with pytest.raises(CheckpointCorrupt, match="all_runs_on_this_data"):
+            verify(with_total(run, epsilon=epsilon))
 
 
 def test_a_head_kept_elsewhere_shows_that_all_was_set_back(tmp_path: Path) -> None:

@@ -112,8 +112,9 @@ def verify(
         "finished": report["finished"],
         "epsilon, planned (PLD)": statement["epsilon_planned"]["pld"],
         "delta": statement["delta"],
-        "epsilon, all runs on this data": statement["all_runs_on_this_data"]["epsilon"],
-        "delta, all runs on this data": statement["all_runs_on_this_data"]["delta"],
+        "all runs, by the statement": _total(statement["all_runs_on_this_data"]),
+        "all runs, by the ledger now": _total(report["all_runs_now"]),
+        "all runs, budget": _budget(report["all_runs_now"]["budget"]),
         "unit": statement["unit"],
         "not private because": "; ".join(statement["not_private_because"]) or "-",
     }
@@ -135,6 +136,14 @@ for command in (
 def _asked(plan: PrivacyPlan) -> dict[str, Any]:
     names = ("noise_multiplier", "sampling_rate", "steps", "spare_steps")
     return {name: getattr(plan, name) for name in names}
+
+
+def _total(total: Mapping[str, Any]) -> str:
+    return f"epsilon {total['epsilon']:.6g}, delta {total['delta']:.6g}, runs {total['runs']}"
+
+
+def _budget(budget: Mapping[str, float] | None) -> str:
+    return f"epsilon {budget['epsilon']:.6g}, delta {budget['delta']:.6g}" if budget else "none"
 
 
 def _show(out: Mapping[str, Any], as_json: bool, title: str, rows: Mapping[str, Any]) -> None:

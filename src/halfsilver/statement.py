@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
-from halfsilver.privacy.accounting import epsilon_of, total_accountant, total_epsilon
+from halfsilver.privacy.accounting import Accountant, MechanismCount, epsilon_of, total_accountant
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs import UNSAFE
 
-STATEMENT_VERSION = 1
+STATEMENT_VERSION = 2  # 1 gave the total of several mechanisms at twice the delta, and no budget
 
 
 def default_delta(plan: PrivacyPlan) -> float:
@@ -29,13 +31,18 @@ def stamps(config: Mapping[str, Any]) -> list[str]:
 
 
 def make_statement(
-    plan: PrivacyPlan, ledger: Ledger, run_id: str, *, delta: float, stamps: Sequence[str] = ()
+    plan: PrivacyPlan,
+    ledger: Ledger,
+    run_id: str,
+    *,
+    delta: float,
+    stamps: Sequence[str] = (),
+    version: int = STATEMENT_VERSION,
 ) -> dict[str, Any]:
     """Everything that the guarantee says, for people and machines; `halfsilver verify` recomputes it."""
     run = ledger.runs[run_id]
-    counts = ledger.counts()
     return {
-        "statement_version": STATEMENT_VERSION,
+        "statement_version": version,
         "adjacency": ledger.adjacency,
         "unit": plan.unit,
         "sampler": plan.sampler,
@@ -47,13 +54,39 @@ def make_statement(
             "steps": run.spent,
             "epsilon_pld": epsilon_of([plan.count(run.spent)], delta, "pld"),
         },
-        "all_runs_on_this_data": {
-            "runs": len(ledger.runs),
-            "unsafe_runs": sum(name.startswith(UNSAFE) for name in ledger.runs),
-            "accountant": total_accountant(counts),
-            "epsilon": total_epsilon(counts, delta),
-            # Whether to mix plans may depend on outputs: the two accountants' failures then add up.
-            "delta": delta if total_accountant(counts) == "pld" else 2 * delta,
-        },
+        "all_runs_on_this_data": total_now(ledger, delta, version),
         "not_private_because": list(stamps),
     }
+
+
+def total_now(ledger: Ledger, delta: float, version: int = STATEMENT_VERSION) -> dict[str, Any]:
+    """What all runs on the data have spent together, by the ledger as it is now."""
+    counts = ledger.counts()  # this reads what others have appended, and `runs` then knows it
+    return total_of(ledger, counts, len(ledger.runs), delta, version)
+
+
+def total_of(
+    ledger: Ledger,
+    counts: Sequence[MechanismCount],
+    runs: int,
+    delta: float,
+    version: int = STATEMENT_VERSION,
+    accountant: Accountant | None = None,
+) -> dict[str, Any]:
+    """The same when the ledger held these steps and its first `runs` runs.
+
+    The reading is an odometer's (see `total_epsilon`). With a budget, `composition` is "filter": the budget holds for
+    all that is ever granted, even where plans were chosen after outputs had been seen.
+    """
+    accountant = accountant or total_accountant(counts)
+    total = {
+        "runs": runs,
+        "unsafe_runs": sum(name.startswith(UNSAFE) for name in islice(ledger.runs, runs)),
+        "accountant": accountant,
+        "epsilon": epsilon_of(counts, delta, accountant),
+        "delta": delta,
+    }
+    if version == 1:
+        return {**total, "delta": delta if accountant == "pld" else 2 * delta}
+    budget = asdict(ledger.budget) if ledger.budget else None
+    return {**total, "composition": "filter" if budget else "odometer", "budget": budget}

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfsilver import checkpoint
 from halfsilver.errors import CheckpointCorrupt, LedgerCorrupt
-from halfsilver.privacy.accounting import epsilon_of
+from halfsilver.privacy.accounting import Accountant, epsilon_of, total_accountant
 from halfsilver.privacy.ledger import Ledger, Run
+from halfsilver.privacy.ledger_moments import Lost, Moment, moments
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs import UNSAFE, RunFolder, config_digest, json_text, read_json
 from halfsilver.session import check_head
-from halfsilver.statement import make_statement, stamps
+from halfsilver.statement import STATEMENT_VERSION, make_statement, stamps, total_now, total_of
 
 
 def verify(
@@ -25,7 +27,10 @@ def verify(
 
     Checks the ledger's chain (against a `head_file` kept elsewhere, if one is given), that the run is in it under this
     config and plan, that the checkpoint's place in the ledger exists and is that of its step, and that the statement on
-    disk says what plan, config and ledger give, and nothing else. The weights themselves are not signed.
+    disk says what plan, config and ledger give, and nothing else. Its total over all runs must be what the ledger held
+    at a moment at which the statement can have been written: for a finished run, at its finish or later. Since others
+    may have spent after that, the total of now is returned beside it, as ``all_runs_now``. The weights themselves are
+    not signed.
     """
     folder = RunFolder(run_dir)
     config, found = _as_written(folder.config), _as_written(folder.statement)
@@ -44,13 +49,16 @@ def verify(
         raise CheckpointCorrupt(f"{folder.checkpoint} belongs to another run or plan.")
     check_head(ledger, run_id, about)
     _check_step(folder, run, about["step"])
-    _compare(found, make_statement(plan, ledger, run_id, delta=delta, stamps=stamps(config)), run, len(ledger.runs))
+    version = 1 if found.get("statement_version") == 1 else STATEMENT_VERSION
+    expected = make_statement(plan, ledger, run_id, delta=delta, stamps=stamps(config), version=version)
+    _compare(found, expected, _Past.of(found, ledger, run, delta, version))
     return {
         "ok": True,
         "run_id": run_id,
         "step": about["step"],
         "finished": run.closed is not None,
         "statement": found,
+        "all_runs_now": total_now(ledger, delta),
     }
 
 
@@ -86,17 +94,15 @@ def _check_step(folder: RunFolder, run: Run, step: int) -> None:
         )
 
 
-def _compare(found: Mapping[str, Any], expected: dict[str, Any], run: Run, runs: int) -> None:
-    """The run's own figures must be those of the moment that the statement names; others may have spent since."""
+def _compare(found: Mapping[str, Any], expected: dict[str, Any], past: _Past | None) -> None:
+    """The figures must be those of a moment at which the statement can have been written: others may spend later."""
     expected = json.loads(json.dumps(expected))
     if found.keys() != expected.keys():
         raise CheckpointCorrupt(f"Expected the statement to have the fields {sorted(expected)}, not {sorted(found)}.")
-    now, total = expected["all_runs_on_this_data"], found["all_runs_on_this_data"]
-    own = expected["spent_so_far"] = _own(found["spent_so_far"], expected["delta"], run)
-    if runs == 1:
-        expected["all_runs_on_this_data"] = {**now, "epsilon": own["epsilon_pld"]}
-    elif _between(total, own["epsilon_pld"], now, expected["delta"]):
-        expected["all_runs_on_this_data"] = total
+    if past is not None:
+        total = found["all_runs_on_this_data"]
+        expected["spent_so_far"] = past.own()
+        expected["all_runs_on_this_data"] = total if past.held(total) else past.total(past.moments[-1])
     for name, value in expected.items():
         if not _same(found[name], value):
             raise CheckpointCorrupt(
@@ -114,20 +120,59 @@ def _same(found: Any, expected: Any) -> bool:
     return type(found) is type(expected) and bool(found == expected)
 
 
-def _own(found: Any, delta: float, run: Run) -> dict[str, Any]:
-    """What this run had spent by the steps that the statement counts, which the end of a run fixes."""
-    steps = found.get("steps") if isinstance(found, dict) else None
-    if type(steps) is not int or not (run.spent if run.closed else 0) <= steps <= run.spent:
-        steps = run.spent
-    return {"steps": steps, "epsilon_pld": epsilon_of([run.plan.count(steps)], delta, "pld")}
+@dataclass(frozen=True)
+class _Past:
+    """The ledger at the moments at which a statement can have been written, by the steps that it counts for its run."""
 
+    ledger: Ledger
+    run: Run
+    steps: int
+    delta: float
+    version: int
+    moments: list[Moment]
+    lost: Lost | None
 
-def _between(found: Any, least: float, now: Mapping[str, Any], delta: float) -> bool:
-    """Whether a total lies between what this run alone had spent and what the ledger, which only grows, holds now."""
-    if not isinstance(found, dict) or found.keys() != now.keys():
+    @classmethod
+    def of(cls, found: Mapping[str, Any], ledger: Ledger, run: Run, delta: float, version: int) -> _Past | None:
+        """None if there was no such moment."""
+        own = found.get("spent_so_far")
+        steps = own.get("steps") if isinstance(own, dict) else None
+        known, lost = moments(ledger, run.run_id, steps) if type(steps) is int else ([], None)
+        return cls(ledger, run, steps, delta, version, known, lost) if type(steps) is int and known else None
+
+    def own(self) -> dict[str, Any]:
+        """What this run itself had spent."""
+        return {"steps": self.steps, "epsilon_pld": epsilon_of([self.run.plan.count(self.steps)], self.delta, "pld")}
+
+    def held(self, total: Any) -> bool:
+        """Whether the ledger held just this at one of the moments."""
+        if not isinstance(total, dict) or type(total.get("runs")) is not int:
+            return False
+        by = total.get("accountant")
+        alike = [m for m in self.moments if m.runs == total["runs"] and total_accountant(m.counts) == by]
+        if alike and _between(total, self.total(alike[0]), self.total(alike[-1])):
+            return True
+        return self.lost is not None and self._may_have_held(total, self.lost, self.moments[0])
+
+    def _may_have_held(self, total: Mapping[str, Any], lost: Lost, then: Moment) -> bool:
+        """The same for moments that were summed up, between what was certainly there and the summary."""
+        for by in sorted({total_accountant(lost.counts), total_accountant(then.counts)}):
+            least = self.total(Moment(len(lost.runs), lost.counts), by)
+            least["unsafe_runs"] = sum(name.startswith(UNSAFE) for name in lost.runs)
+            if _between(total, least, self.total(then, by)):
+                return True
         return False
-    low = {"runs": 1, "unsafe_runs": 0, "epsilon": least}
-    numbers = all(
-        type(found[k]) is type(now[k]) and low[k] * (1 - 1e-9) <= found[k] <= now[k] * (1 + 1e-9) for k in low
+
+    def total(self, moment: Moment, by: Accountant | None = None) -> dict[str, Any]:
+        return total_of(self.ledger, moment.counts, moment.runs, self.delta, self.version, by)
+
+
+def _between(total: Mapping[str, Any], least: Mapping[str, Any], most: Mapping[str, Any]) -> bool:
+    """Whether all but the amounts is the same, and these lie between, up to the last digits."""
+    amounts = {name: most[name] for name in ("runs", "unsafe_runs", "epsilon")}
+    if total.keys() != most.keys() or not _same({**total, **amounts}, dict(most)):
+        return False
+    return all(
+        type(total[name]) is type(value) and least[name] * (1 - 1e-9) <= total[name] <= value * (1 + 1e-9)
+        for name, value in amounts.items()
     )
-    return numbers and (found["accountant"], found["delta"]) in (("pld", delta), ("rdp", 2 * delta))

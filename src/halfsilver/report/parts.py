@@ -13,6 +13,14 @@ from halfsilver.report.words import plain
 _UNITS = {"example": "one example (one row of the data)", "user": "one user, with all of their examples"}
 _ADJACENCY = {"add-remove-one": "two data sets are neighbours if one has one unit more than the other"}
 
+_COMPOSITION = {
+    "filter": "The budget holds for all runs together, even if some were planned after looking at outputs of others.",
+    "odometer": (
+        "There is no budget, so the total is an odometer's: it holds if the runs were fixed beforehand, and is no "
+        "bound if some were planned after looking at outputs of others."
+    ),
+}
+
 
 def gallery(pictures: Sequence[Picture]) -> Html:
     """Figures side by side, or below each other where there is no room; nothing where there are none."""
@@ -61,12 +69,14 @@ def ledger_part(ledger: Mapping[str, Any]) -> Html:
         ("runs on this data", plain(ledger.get("runs"))),
         ("epsilon of all of them", f"{digits(ledger.get('epsilon'))} by {by}"),
         ("delta of all of them", plain(ledger.get("delta"))),
+        ("budget of all of them", plain(ledger.get("budget") or "none")),
     ]
     words = (
         "The epsilon of one run bounds what its own output reveals. Whoever sees the outputs of all runs on this data "
         "can learn as much as the total allows; the ledger counts every run, those of a search and unfinished ones too."
     )
-    return section("ledger", "Ledger: all runs on this data", tag("p", words), facts(rows))
+    known = tag("p", _COMPOSITION[held]) if (held := str(ledger.get("composition"))) in _COMPOSITION else Html("")
+    return section("ledger", "Ledger: all runs on this data", tag("p", words), known, facts(rows))
 
 
 def digits(value: Any) -> str:

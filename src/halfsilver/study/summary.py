@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfsilver.privacy.accounting import total_accountant, total_epsilon
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs import read_json
+from halfsilver.statement import total_now
 from halfsilver.study.arena import SearchMode
 from halfsilver.study.problem import METHODS
 from halfsilver.study.verdict import verdict
@@ -54,13 +54,4 @@ def ledger_totals(path: Path, delta: float) -> dict[str, Any]:
     """What all runs on the private data have spent together."""
     if not path.exists():
         return {"runs": 0, "epsilon": 0.0, "delta": delta, "accountant": "pld"}
-    ledger = Ledger.open(path, create=False)
-    counts = ledger.counts()
-    accountant = total_accountant(counts)
-    both = delta if accountant == "pld" else 2 * delta  # see halfsilver.statement
-    return {
-        "runs": len(ledger.runs),
-        "epsilon": total_epsilon(counts, delta),
-        "delta": both,
-        "accountant": accountant,
-    }
+    return total_now(Ledger.open(path, create=False), delta)
