@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -65,8 +66,10 @@ class RunFolder:
         return found
 
     def log(self, record: Mapping[str, Any]) -> None:
+        """Append one record. JSON has no NaN and no infinity; null stands for them, and is read as NaN."""
+        record = {name: value if _is_json(value) else None for name, value in record.items()}
         with _os.confirmed(self.metrics), open(self.metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def history(self) -> list[dict[str, Any]]:
         """All metric records. They are not synced, so a crash may leave holes: what is not a record is left out."""
@@ -86,7 +89,8 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Drop what was logged after `step`, torn line included: those steps are done again."""
         kept = [record for record in self.history() if record["step"] <= step]
-        _os.write_atomically(self.metrics, "".join(json.dumps(r) + "\n" for r in kept).encode())
+        lines = ({name: v if _is_json(v) else None for name, v in r.items()} for r in kept)
+        _os.write_atomically(self.metrics, "".join(json.dumps(r) + "\n" for r in lines).encode())
 
 
 def _metric(line: bytes) -> dict[str, Any] | None:
@@ -94,7 +98,13 @@ def _metric(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return None
+    return {name: math.nan if value is None else value for name, value in record.items()}
+
+
+def _is_json(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def new_run_id(config: Mapping[str, Any]) -> str:

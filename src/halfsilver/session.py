@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,11 +133,13 @@ class Session:
         run = self._ledger.runs[self.run_id]
         return epsilon_of([self.plan.count(run.spent)], self.delta, "pld")
 
-    def write_statement(self) -> dict[str, Any]:
+    def write_statement(self, remarks: Sequence[str] = ()) -> dict[str, Any]:
         """Put the statement of this moment beside the checkpoint."""
 
         def write() -> dict[str, Any]:
-            made = make_statement(self.plan, self._ledger, self.run_id, delta=self.delta, stamps=stamps(self.config))
+            made = make_statement(
+                self.plan, self._ledger, self.run_id, delta=self.delta, stamps=stamps(self.config), remarks=remarks
+            )
             write_json(self.folder.statement, made)
             return made
 

@@ -12,7 +12,7 @@ from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs import UNSAFE
 
-STATEMENT_VERSION = 2  # 1 gave the total of several mechanisms at twice the delta, and no budget
+STATEMENT_VERSION = 2  # 1 gave the total of several mechanisms at twice the delta, no budget and no remarks
 
 
 def default_delta(plan: PrivacyPlan) -> float:
@@ -37,11 +37,15 @@ def make_statement(
     *,
     delta: float,
     stamps: Sequence[str] = (),
+    remarks: Sequence[str] = (),
     version: int = STATEMENT_VERSION,
 ) -> dict[str, Any]:
-    """Everything that the guarantee says, for people and machines; `halfsilver verify` recomputes it."""
+    """Everything that the guarantee says, for people and machines; `halfsilver verify` recomputes it.
+
+    `stamps` say what takes the guarantee away, and `remarks` what else a reader of the model should know.
+    """
     run = ledger.runs[run_id]
-    return {
+    made: dict[str, Any] = {
         "statement_version": version,
         "adjacency": ledger.adjacency,
         "unit": plan.unit,
@@ -57,6 +61,12 @@ def make_statement(
         "all_runs_on_this_data": total_now(ledger, delta, version),
         "not_private_because": list(stamps),
     }
+    return made if version == 1 else {**made, "remarks": list(remarks)}
+
+
+def diverged(step: int, plan: PrivacyPlan) -> str:
+    """The remark on a run whose weights are no numbers any more."""
+    return f"diverged: the weights are NaN or infinite after step {step} of {plan.steps}, and the run ended there"
 
 
 def total_now(ledger: Ledger, delta: float, version: int = STATEMENT_VERSION) -> dict[str, Any]:

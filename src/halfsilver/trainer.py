@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ from halfsilver._random import own_randomness
 from halfsilver._sharded import replicated, reshard, unwrapped, whole_model
 from halfsilver._tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.averaging import Average, AverageKind, copy_to
-from halfsilver.errors import BudgetExceeded, ConfigError, require
+from halfsilver.errors import BudgetExceeded, ConfigError, PrivateDataError, require
 from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, PublicLoss, pretrain
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
@@ -31,8 +32,9 @@ from halfsilver.privacy.users import Engine, UserUpdates
 from halfsilver.progress import progress_bar
 from halfsilver.session import Session
 from halfsilver.state import Parts, TrainState, pack, unpack
+from halfsilver.statement import diverged
 
-Stopped = Literal["finished", "budget"]
+Stopped = Literal["finished", "budget", "diverged"]
 Source = PrivateGradient | UserUpdates  # of released gradients
 
 _LOG_LINES = 200
@@ -56,7 +58,11 @@ Tester = Callable[[int], dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended. The model that it was given holds the trained weights."""
+    """How a run ended. The model that it was given holds the trained weights.
+
+    `stopped` is "finished", "budget" if steps of the plan were left that the ledger did not grant, or "diverged" if the
+    weights became NaN or infinite: the run ends there, because further steps would be spent for nothing.
+    """
 
     plan: PrivacyPlan
     run_dir: Path
@@ -155,6 +161,7 @@ class Trainer:
         delta: float | None = None,
         test: Any = None,
         test_every: int | None = None,
+        check_usable: bool = False,
     ) -> RunResult:
         """Run the plan on `private`, or go on with the run that lies in `run_dir`; a finished one is only loaded.
 
@@ -164,6 +171,10 @@ class Trainer:
         that of the statement (default: 1e-5, or a tenth of one over the declared population where that is less; on
         resuming, what the run began with). `test` must be public data unless ``metrics_not_private=True``; it is
         evaluated at the end and, with `test_every`, at the start and after every so many steps.
+
+        A private record that cannot be used contributes nothing, silently, and so does a data set in which none can.
+        With `check_usable`, one step that the plan has to spare counts, with the plan's noise, how many records of a
+        batch can be used, before the first step. Fewer than half of the declared ones are a `PrivateDataError`.
         """
         handle = isinstance(private, PrivateData)  # as test data, `evaluate` has its own word about one
         shown = {"public": isinstance(public, PrivateData) or public is private, "test": test is private and not handle}
@@ -185,11 +196,32 @@ class Trainer:
             saved = session.load()
             source = self._source(session, private, psi)
             self._begin(session, psi, saved)
+            if check_usable and self._state.step == 0 and not session.finished:
+                self._check_usable(session, source)
             tester = self._tester(test, test_every)
             if saved is None and (start := tester(0)):
                 session.log({"step": 0, **start})
             stopped = self._loop(session, source, psi, tester)
             return self._finish(session, source, stopped, test)
+
+    def _check_usable(self, session: Session, source: Source) -> None:
+        plan, fewest = self.plan, 0.5
+        require(isinstance(source, PrivateGradient), "check_usable", True, "to go with records, not with an engine")
+        advice = "Keep one in hand: PrivacyPlan.calibrate(spare_steps=1)."
+        require(plan.spare_steps >= 1, "spare_steps", plan.spare_steps, "at least 1 for check_usable=True", advice)
+        batch = plan.expected_batch_size
+        error = 4 * math.sqrt(plan.noise_multiplier**2 + batch * (1 - plan.sampling_rate)) / batch
+        require(error < fewest, "expected_batch_size", batch, "large enough for its noise to show half of it missing")
+        assert isinstance(source, PrivateGradient)
+        share = source.usable_units() / batch
+        session.log({"step": 0, "usable_share": share})
+        if share + error < fewest:
+            raise PrivateDataError(
+                f"Of the {batch:g} records that the plan declares for a batch, about {max(share, 0.0):.0%} can be used "
+                f"(a noisy count, off by less than {error:.0%}). Either records cannot be read or have other shapes "
+                "than the example, or there are fewer than sampling_rate and expected_batch_size say. Whoever may read "
+                "the data finds the cause with PrivateData(...).inspect_not_private(example)."
+            )
 
     def _loop(self, session: Session, source: Source, psi: PublicLoss | None, test: Tester) -> Stopped:
         params, state = trainable(self.model), self._state
@@ -207,11 +239,20 @@ class Trainer:
                 )
                 self._update(params, direction)  # theta_{t+1}
                 state.step += 1
+                if not self._is_finite():
+                    return "diverged"
                 self._report(session, lr, norm(released), test(state.step))
                 if source.out.between_blocks and session.due(self.checkpoint_seconds):
                     self._save(session, source)
                 show(state.step)
+        if not self._is_finite():
+            return "diverged"
         return "finished" if state.step == self.plan.steps else "budget"
+
+    def _is_finite(self) -> bool:
+        """Whether the weights are numbers still. They are released values, so what follows from them may be told."""
+        with torch.no_grad():
+            return math.isfinite(norm([p.detach() for p in trainable(self.model)]))
 
     def _update(self, params: Tensors, direction: Tensors) -> None:
         for p, d in zip(params, direction, strict=True):
@@ -303,18 +344,19 @@ class Trainer:
 
     def _finish(self, session: Session, source: Source, stopped: Stopped, test: Any) -> RunResult:
         if not session.finished:
-            if stopped == "budget" and test is not None:
+            if stopped != "finished" and test is not None:
                 session.log({"step": self._state.step, **self.evaluate(test)})
             self._save(session, source)
             session.finish(self._state.step)
         if self._state.average.tensors:
             copy_to(trainable(self.model), self._state.average.tensors)
+        remarks = [diverged(self._state.step, self.plan)] if stopped == "diverged" else []
         return RunResult(
             plan=self.plan,
             run_dir=session.folder.path,
             updates=self._state.step,
             stopped=stopped,
-            statement=session.write_statement(),
+            statement=session.write_statement(remarks),
             history=session.history(),
         )
 

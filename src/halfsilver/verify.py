@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from halfsilver import checkpoint
 from halfsilver.errors import CheckpointCorrupt, LedgerCorrupt
 from halfsilver.privacy.accounting import Accountant, epsilon_of, total_accountant
@@ -17,7 +19,7 @@ from halfsilver.privacy.ledger_moments import Lost, Moment, moments
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs import UNSAFE, RunFolder, config_digest, json_text, read_json
 from halfsilver.session import check_head
-from halfsilver.statement import STATEMENT_VERSION, make_statement, stamps, total_now, total_of
+from halfsilver.statement import STATEMENT_VERSION, diverged, make_statement, stamps, total_now, total_of
 
 
 def verify(
@@ -44,13 +46,16 @@ def verify(
     ledger = Ledger.open(ledger_path or folder.path / recorded, head_file=head_file, create=False)
     run = _registered(ledger, run_id, plan)
     _check_name(folder, config, run_id)
-    _, about = checkpoint.read(folder.checkpoint)
+    tensors, about = checkpoint.read(folder.checkpoint)
     if about.get("run_id") != run_id or about.get("plan_hash") != plan.fingerprint():
         raise CheckpointCorrupt(f"{folder.checkpoint} belongs to another run or plan.")
     check_head(ledger, run_id, about)
     _check_step(folder, run, about["step"])
     version = 1 if found.get("statement_version") == 1 else STATEMENT_VERSION
-    expected = make_statement(plan, ledger, run_id, delta=delta, stamps=stamps(config), version=version)
+    remarks = _remarks(found.get("remarks"), tensors, diverged(about["step"], plan))
+    expected = make_statement(
+        plan, ledger, run_id, delta=delta, stamps=stamps(config), remarks=remarks, version=version
+    )
     _compare(found, expected, _Past.of(found, ledger, run, delta, version))
     return {
         "ok": True,
@@ -60,6 +65,12 @@ def verify(
         "statement": found,
         "all_runs_now": total_now(ledger, delta),
     }
+
+
+def _remarks(found: Any, tensors: Mapping[str, Tensor], possible: str) -> list[str]:
+    """The one remark there is, where the statement makes it and the weights bear it out."""
+    weights = [t for name, t in tensors.items() if name.startswith("model.")]
+    return [possible] if found == [possible] and not all(t.isfinite().all() for t in weights) else []
 
 
 def _as_written(path: Path) -> dict[str, Any]:

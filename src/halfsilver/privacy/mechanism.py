@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -158,6 +159,25 @@ class PrivateGradient:
         what the ranks then exchange are released values. So noise is drawn once for each number, and by all ranks in
         parallel.
         """
+        with self._private_step():
+            share = self._clipped_sum()
+        total = ClippedSum(self._pieces.sum(share.tensors), share.sensitivity)
+        return self._pieces.placed(self.out.noisy(total))
+
+    def usable_units(self) -> float:
+        """How many units of one sample contribute, with the plan's noise: one more step of the plan, in the ledger.
+
+        A unit counts if it can be read, is not public as well, is finite, and its gradient can be computed. One unit
+        changes the count by at most 1, so the noise of the plan hides it as it hides a clipped gradient.
+        """
+        with self._private_step():
+            here = self._usable()
+        total = self._world.total(float(here))
+        return self._world.from_lead(lambda: self.out.noisy_number(total))
+
+    @contextmanager
+    def _private_step(self) -> Iterator[None]:
+        """Everything that comes before a private row is read, and the generators with which it is."""
         reshard(self._given)
         if [id(p) for p in trainable(self._given)] != [id(p) for p in self._params]:
             raise ConfigError("Expected the same parameters to be trainable as at the start. Make a new Trainer.")
@@ -166,9 +186,7 @@ class PrivateGradient:
         whole_model(self._given)
         seed = int(self._entropy.words(1)) & (2**63 - 1)  # for dropout and for data sets that draw
         with self._world.together(), own_randomness(seed, [self._device]):
-            share = self._clipped_sum()
-        total = ClippedSum(self._pieces.sum(share.tensors), share.sensitivity)
-        return self._pieces.placed(self.out.noisy(total))
+            yield
 
     def _compare_data(self) -> None:
         """Once, refuse to go on if ranks have the data in different orders: a record could be in several shares then.
@@ -194,8 +212,7 @@ class PrivateGradient:
         undone after the pass that made it. A write that no version shows is found at the end: the same sample is then
         added up again, with a look at every value after each pass.
         """
-        owned = len(range(self._world.rank, self._population, self._world.size))
-        chunks = [*poisson_chunks(owned, self.plan.sampling_rate, self._rows, self._entropy)]
+        chunks = self._sample()
         self._state.record()
         try:
             total = self._added_up(chunks, careful=False)
@@ -205,6 +222,33 @@ class PrivateGradient:
             self._state.put_back(values=True)
             raise
         return total
+
+    def _sample(self) -> list[Chunk]:
+        owned = len(range(self._world.rank, self._population, self._world.size))
+        return [*poisson_chunks(owned, self.plan.sampling_rate, self._rows, self._entropy)]
+
+    def _usable(self) -> int:
+        """Of a sample, as `_clipped_sum` has it; with a look at every value after each pass."""
+        chunks, self._careful = self._sample(), True
+        self._state.record()
+        try:
+            return sum(self._usable_among(units) for units in map(self._in_data, chunks))
+        finally:
+            self._state.put_back(values=True)
+
+    def _usable_among(self, units: Chunk) -> int:
+        if self._users is None:
+            return self._usable_rows(self._fetch(units))
+        members = range(units.start, units.stop) if isinstance(units, slice) else units.tolist()
+        return sum(1 for user in members for _ in self._sum_of_user(user))
+
+    def _usable_rows(self, batch: Batch) -> int:
+        rows = batch_rows(batch)
+        if rows and self._attempt(batch, rows) is not None:
+            finite = [t.reshape(rows, -1).isfinite().all(1) for t in batch_leaves(batch) if t.layout == torch.strided]
+            return int(torch.stack(finite).all(0).sum()) if finite else rows
+        halves = [slice(0, rows // 2), slice(rows // 2, rows)] if rows > 1 else []
+        return sum(self._usable_rows(take_rows(batch, half)) for half in halves)
 
     def _added_up(self, chunks: Iterable[Chunk], *, careful: bool) -> ClippedSum:
         self._careful = careful

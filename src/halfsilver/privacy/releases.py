@@ -13,7 +13,7 @@ from halfsilver._tensors import Tensors
 from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.gradients.base import ClippedSum
 from halfsilver.privacy.ledger import Head, Ledger
-from halfsilver.privacy.noise import check_exactness, noisy_mean
+from halfsilver.privacy.noise import add_noise, check_exactness, noisy_mean
 from halfsilver.privacy.plan import PrivacyPlan
 
 
@@ -76,10 +76,21 @@ class Releases:
             dtypes=self._dtypes,
             dimension=self._dimension,
         )
+        self._used()
+        return released
+
+    def noisy_number(self, total: float) -> float:
+        """A number that one unit moves by at most 1, with the plan's noise: one more release of the same mechanism."""
+        assert self._intended, "intend() comes before the data are touched"
+        sums = ClippedSum([torch.tensor([total], dtype=torch.float64)], 1.0)
+        (released,) = add_noise(sums, self.plan.noise_multiplier, self.entropy)
+        self._used()
+        return float(released)
+
+    def _used(self) -> None:
         self._intended = False
         self._granted -= 1
         self.count += 1
-        return released
 
     @property
     def head(self) -> Head | None:

@@ -21,6 +21,7 @@ def run_page(run: OneRun, pictures: Mapping[str, Sequence[Picture]]) -> Html:
         tag("h1", f"Run {run.name}"),
         tag("p", _claim(run.statement), class_="verdict"),
         stamp_line(stamps),
+        *(tag("p", tag("strong", str(remark)), class_="stamped") for remark in run.statement.get("remarks") or ()),
         *(tag("p", words) for words in (_in_words(run.statement), _outcome(run)) if words),
         _statement(run, stamps + _behind(run)),
         section("curves", "Curves", gallery(pictures.get("curves", ()))),
