@@ -21,6 +21,7 @@ from halfsilver.privacy.gradients import Speed
 from halfsilver.privacy.gradients.linear import LinearModel
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.recognise import shares_rows
 from halfsilver.trainer import Trainer
 
 try:
@@ -106,6 +107,9 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         private, dtype, width = private_rows(self, X, y, intercept=self.fit_intercept)
         if X_public is None or y_public is None:
             raise ConfigError("Expected X_public and y_public: without public rows use DP-SGD (hs.Trainer).")
+        for name, data in (("X_public", X_public), ("y_public", y_public)):
+            if shares_rows(X, data) or shares_rows(y, data):
+                raise ConfigError(f"Private rows were given as {name}, which must be public. Use other rows.")
         accept = {"accept_sparse": "csr", "y_numeric": True, "dtype": [np.float64, np.float32]}
         x_public, y_public = validate_data(self, X_public, y_public, reset=False, **accept)
         x_public = with_ones(x_public) if self.fit_intercept else x_public

@@ -134,6 +134,8 @@ class Trainer:
             )
         self._state = TrainState(step=0, mirror={}, average=Average(self.average))
         self._fitted, self._public_example = False, None
+        self._private: list[PrivateData] = []
+        self._shown: dict[str, list[Any]] = {}  # what was read without protection, by where it was given
 
     def _check_kinds(self) -> None:
         kinds = {"model": torch.nn.Module, "optimizer": Optimizer, "plan": PrivacyPlan}
@@ -147,6 +149,7 @@ class Trainer:
 
     def pretrain(self, public: Any, **options: Any) -> PretrainResult:
         """theta_0 = argmin Psi on public data; options as in `halfsilver.mirror.pretrain`."""
+        self._require_public("the rows of pretrain", public)
         reshard(self.model)
         self._world.spread(replicated(self.model))
         return pretrain(self.model, self.public_loss_fn or self.loss_fn, public, **options)
@@ -176,11 +179,8 @@ class Trainer:
         With `check_usable`, one step that the plan has to spare counts, with the plan's noise, how many records of a
         batch can be used, before the first step. Fewer than half of the declared ones are a `PrivateDataError`.
         """
-        handle = isinstance(private, PrivateData)  # as test data, `evaluate` has its own word about one
-        shown = {"public": isinstance(public, PrivateData) or public is private, "test": test is private and not handle}
-        for name in (name for name, is_private in shown.items() if is_private):
-            raise ConfigError(f"The private data were given as {name}=, which must be public. Use other rows.")
         private = private if isinstance(private, PrivateData | Engine) else PrivateData(private)
+        self._refuse_private(private, public, test)
         psi = None if public is None else self._public_loss(public)
         reshard(self.model)
         world, config = self._world, self._config()
@@ -266,8 +266,11 @@ class Trainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics on `data`, in eval mode, with averaged weights if there are any.
 
-        `data` must be public. A `PrivateData` handle is refused unless ``metrics_not_private=True``.
+        `data` must be public. A `PrivateData` handle is refused unless ``metrics_not_private=True``, and so are rows
+        that share memory with those that the trainer was fitted to.
         """
+        if not self.metrics_not_private and not isinstance(data, PrivateData):
+            self._require_public("the rows of evaluate", data)
         reshard(self.model)
         metrics = {"loss": self.loss_fn, **self.metrics}
         with eval_mode(self.model), self._state.average.in_place_of(trainable(self.model)):
@@ -287,6 +290,26 @@ class Trainer:
 
     def load_state_dict(self, parts: Parts) -> None:
         unpack(*parts, self._state, self.model, self.optimizer, self.scheduler)
+
+    def _require_public(self, name: str, data: Any) -> None:
+        """Refuse rows of the data that were trained on privately, and remember these for a `fit` to come."""
+        sources = data.sources if isinstance(data, PublicLoss) else [data]
+        if isinstance(data, PrivateData) or any(p.shares_rows_with(s) for p in self._private for s in sources):
+            raise ConfigError(f"The private data were given as {name}, which must be public. Use other rows.")
+        known = self._shown.setdefault(name, [])
+        known += [source for source in sources if not any(source is other for other in known)]
+
+    def _refuse_private(self, private: PrivateData | Engine, public: Any, test: Any) -> None:
+        """Private rows that were, or are to be, read without protection: recognised by the memory that they share."""
+        if public is not None:
+            self._require_public("public=", public)
+        if test is not None and not self.metrics_not_private and not isinstance(test, PrivateData):
+            self._require_public("test=", test)
+        if isinstance(private, PrivateData):
+            self._private.append(private)
+            for name, sources in self._shown.items():
+                for source in sources:
+                    self._require_public(name, source)
 
     def _public_loss(self, public: Any) -> PublicLoss:
         if isinstance(public, PublicLoss):

@@ -51,6 +51,11 @@ class PublicLoss:
         self.batch_size, self.seed, self.chunk_size = batch_size, seed, chunk_size
         self.device = None if device is None else torch.device(device)
 
+    @property
+    def sources(self) -> list[Any]:
+        """The data as they were given, so that private rows among them can be recognised."""
+        return [self.rows.source]
+
     def check(self) -> None:
         """Refuse rows on which the loss fails or is not finite, in eval mode; `ConfigError` says which and why."""
         try:

@@ -41,6 +41,11 @@ class PublicRows:
             )
         require(self._length > 0, "public rows", self._length, "at least 1")
 
+    @property
+    def source(self) -> Any:
+        """The data set as it was given, up to its wrapping."""
+        return self._dataset
+
     def __len__(self) -> int:
         return self._length
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -44,6 +44,10 @@ class PublicUsers(PublicLoss):
         super().__init__(model, loss_fn, pooled(users), seed=seed)
         self._users, self._local, self._max_norm = users, local, max_norm
         self._cohort = min(cohort or len(users), len(users))
+
+    @property
+    def sources(self) -> list[Any]:
+        return [*super().sources, *self._users]
 
     def gradient(self, params: Tensors | None = None, *, step: int | None = None) -> Tensors:
         """The mean update of the public users of this step, at the parameters that are given."""

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from halfsilver._tensors import Batch, batch_rows, take_rows
 from halfsilver.errors import PrivateDataError
+from halfsilver.privacy.recognise import shares_rows
 from halfsilver.privacy.schema import Schema, plain
 
 Indices = Tensor | slice
@@ -37,7 +38,7 @@ class PrivateData:
     does: an error about it would tell that it is there. Use `inspect_not_private` to find such records.
     """
 
-    __slots__ = ("__example", "__records", "__users")
+    __slots__ = ("__example", "__given", "__records", "__users")
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class PrivateData:
     ) -> None:
         if isinstance(records, PrivateData):
             raise PrivateDataError("This is a PrivateData handle already; pass it on as it is.")
-        self.__records = _as_records(records)
+        self.__records, self.__given = _as_records(records), records
         self.__users = None if users is None else _Users.from_keys(users)
         if users is not None and len(users) != self.__records.size():
             raise PrivateDataError("Expected one user key for each private record.")
@@ -58,7 +59,7 @@ class PrivateData:
     def of(cls, records: Records) -> PrivateData:
         """A handle on records of another kind, which a module of `halfsilver.privacy` knows how to read."""
         handle = cls(())
-        handle.__records = records
+        handle.__records, handle.__given = records, records
         return handle
 
     def __repr__(self) -> str:
@@ -66,6 +67,10 @@ class PrivateData:
 
     def __reduce__(self) -> NoReturn:
         raise PrivateDataError("Private data cannot be pickled; open it where it lies.")
+
+    def shares_rows_with(self, data: Any) -> bool:
+        """Whether `data`, which somebody calls public, holds some of these rows, as far as addresses show it."""
+        return data is self or shares_rows(self.__given, data)
 
     def _open(self) -> tuple[Records, _Users | None]:
         return self.__records, self.__users

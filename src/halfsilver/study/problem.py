@@ -11,6 +11,7 @@ from torch import nn
 from halfsilver._local import LocalTraining
 from halfsilver._tensors import Batch, LossFn
 from halfsilver.errors import ConfigError, require
+from halfsilver.privacy.recognise import shares_rows
 
 METHODS = ("public", "cold", "warm", "pda")
 Augment = Callable[[Batch], Batch]
@@ -57,7 +58,7 @@ class Problem:
     def __post_init__(self) -> None:
         require(self.population >= 1, "population", self.population, "at least 1")
         for name in ("public", "test", "validation", "curve"):
-            if getattr(self, name) is self.private:
+            if getattr(self, name) is self.private or shares_rows(self.private, getattr(self, name)):
                 raise ConfigError(f"The private data were given as {name} too, which is read without protection.")
 
 

@@ -1,0 +1,167 @@
+"""Private rows that are given for public ones are recognised by the memory that they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+
+import halfsilver as hs
+from halfsilver.errors import ConfigError
+from halfsilver.mirror import PublicLoss
+from halfsilver.privacy.data import PrivateData
+from halfsilver.privacy.recognise import shares_rows
+
+X, Y = torch.randn(40, 3), torch.randint(0, 2, (40,))
+ROWS = [(x, y) for x, y in zip(X, Y, strict=True)]
+
+
+class Own(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Any:
+        return X[i], Y[i]
+
+
+OWN, TENSORS = Own(), TensorDataset(X, Y)
+
+SAME: dict[str, tuple[Any, Any]] = {
+    "the same tensor": (X, X),
+    "a new tuple": ((X, Y), (X, Y)),
+    "the features alone": ((X, Y), X),
+    "a dict": ((X, Y), {"x": X, "label": Y}),
+    "a part": ((X, Y), (X[5:9], Y[5:9])),
+    "every other row": (X, X[::2]),
+    "a transposed view": (X, X.T),
+    "a NumPy view": (X, X.numpy()),
+    "a data set of the tensors": ((X, Y), TENSORS),
+    "a loader": ((X, Y), DataLoader(TENSORS)),
+    "a subset of a data set": (OWN, Subset(OWN, [1, 2])),
+    "overlapping subsets": (Subset(OWN, [1, 2]), Subset(Subset(OWN, [0, 2, 4]), [1])),
+    "a subset of a data set of tensors": (TENSORS, Subset(TENSORS, [3])),
+    "data sets in a row": (OWN, ConcatDataset([TensorDataset(torch.zeros(2, 3)), OWN])),
+    "a list": (ROWS, ROWS[3:5]),
+}
+OTHER: dict[str, tuple[Any, Any]] = {
+    "a copy, which nobody can see": (X, X.clone()),
+    "two halves": ((X[:20], Y[:20]), (X[20:], Y[20:])),
+    "rows in turn": (X[::2], X[1::2]),
+    "the same labels": ((X[:20], Y[:20]), (torch.zeros(20, 3), Y[:20])),
+    "subsets without a common row": (Subset(OWN, [1, 2]), Subset(OWN, [0, 3])),
+    "two lists": (ROWS[:3], ROWS[3:]),
+    "two data sets": (Own(), Own()),
+    "nothing": (X, None),
+    "no rows": (X[:0], X),
+    "empty tuples": ((), ()),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_rows_under_another_name(name: str) -> None:
+    a, b = SAME[name]
+    assert shares_rows(a, b)
+    assert shares_rows(b, a)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_other_rows(name: str) -> None:
+    a, b = OTHER[name]
+    assert not shares_rows(a, b)
+    assert not shares_rows(b, a)
+
+
+def test_frames_and_tables() -> None:
+    pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
+    frame = pandas.DataFrame(np.random.default_rng(0).normal(size=(10, 3)), columns=list("abc"))
+    assert shares_rows(frame, frame.iloc[2:4])
+    assert not shares_rows(frame.iloc[:5], frame.iloc[5:])
+    table = datasets.Dataset.from_dict({"a": list(range(10))})
+    assert shares_rows(table, table.select([1, 5]))
+    assert shares_rows(table.select([1, 5]), table.select([5, 6]))
+    assert not shares_rows(table.select([1, 5]), table.select([2, 6]))
+    assert not shares_rows(table.select(range(5)), table.select(range(5, 10)))
+    assert shares_rows(table.select(range(5)), table.select(range(4, 10)))
+
+
+def test_no_value_is_read() -> None:
+    """Tensors on another device have addresses too, and a meta tensor has none."""
+    assert not shares_rows(X.to("meta"), X)
+    assert not shares_rows(X.to_sparse(), X)
+
+
+# ---- where it is asked
+
+
+def losses(model: Any, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def trainer(**options: Any) -> hs.Trainer:
+    model = nn.Linear(3, 2)
+    plan = hs.PrivacyPlan(steps=2, sampling_rate=0.5, expected_batch_size=20, noise_multiplier=2.0)
+    return hs.Trainer(model, losses, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, **options)
+
+
+def test_test_rows(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="test="):
+        trainer().fit((X, Y), run_dir=tmp_path / "a", test=(X, Y))
+    stamped = trainer(metrics_not_private=True).fit((X, Y), run_dir=tmp_path / "b", test=(X, Y))
+    assert stamped.statement["not_private_because"]
+    trainer().fit((X[:20], Y[:20]), run_dir=tmp_path / "c", test=(X[20:], Y[20:]))
+
+
+def test_public_rows(tmp_path: Path) -> None:
+    for i, public in enumerate([(X, Y), TensorDataset(X[:5], Y[:5]), PrivateData((X, Y))]):
+        with pytest.raises(ConfigError, match="public="):
+            trainer(mirror=hs.FirstOrder(0.5)).fit((X, Y), public, run_dir=tmp_path / str(i))
+    made = trainer(mirror=hs.FirstOrder(0.5))
+    with pytest.raises(ConfigError, match="public="):
+        made.fit((X, Y), PublicLoss(made.model, losses, (X, Y)), run_dir=tmp_path / "loss")
+
+
+def test_rows_that_were_trained_on_before(tmp_path: Path) -> None:
+    made = trainer()
+    made.pretrain((X, Y), epochs=1)
+    with pytest.raises(ConfigError, match="rows of pretrain"):
+        made.fit((X, Y), run_dir=tmp_path)
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_evaluation_before_and_after(tmp_path: Path) -> None:
+    made = trainer()
+    made.fit((X, Y), run_dir=tmp_path / "a")
+    for data in ((X, Y), PrivateData((X, Y))):
+        with pytest.raises(ConfigError, match=r"evaluate|not private"):
+            made.evaluate(data)
+    with pytest.raises(ConfigError, match="pretrain"):
+        made.pretrain((X, Y), epochs=1)
+    made.evaluate((X.clone(), Y))
+    before = trainer()
+    before.evaluate((X, Y))
+    with pytest.raises(ConfigError, match="rows of evaluate"):
+        before.fit((X, Y), run_dir=tmp_path / "b")
+
+
+def test_studies(tmp_path: Path) -> None:
+    halves = {"private": (X[:20], Y[:20]), "public": (X[20:], Y[20:]), "test": (X[20:], Y[20:])}
+    about = {"epsilon": 1.0, "delta": 1e-5, "population": 20, "batch_size": 5, "epochs": 1.0, "out": tmp_path}
+    for name in ("public", "test"):
+        with pytest.raises(ConfigError, match=name):
+            hs.compare(lambda: nn.Linear(3, 2), losses, **{**halves, name: (X[:5], Y[:5])}, **about)
+
+
+def test_estimators() -> None:
+    from halfsilver.linear_model import MirrorLinearRegression
+
+    x, y = X.double().numpy(), Y.double().numpy()
+    model = MirrorLinearRegression(n_private=30)
+    with pytest.raises(ConfigError, match="X_public"):
+        model.fit(x, y, X_public=x[:10], y_public=y[:10].copy())
+    with pytest.raises(ConfigError, match="y_public"):
+        model.fit(x[10:], y[10:], X_public=x[:10], y_public=y[10:20])
