@@ -100,16 +100,23 @@ def _epsilon(
 ) -> float:
     if not counts:
         return 0.0
+    with _quiet_absl():
+        return float(_composed(counts, accountant, interval, order).get_epsilon(delta))
+
+
+@lru_cache(maxsize=8)  # a budget and a statement ask of the same steps at different deltas
+def _composed(
+    counts: tuple[MechanismCount, ...], accountant: Accountant, interval: float, order: int | None
+) -> dpa.PrivacyAccountant:
     if accountant == "pld":
         ledger = pld.PLDAccountant(value_discretization_interval=interval)
     elif accountant == "rdp":
         ledger = rdp.RdpAccountant(None if order is None else [order])
     else:
         raise ConfigError(f"Expected accountant={accountant!r} in ('pld', 'rdp').")
-    with _quiet_absl():
-        for c in counts:
-            ledger.compose(c.event())
-        return float(ledger.get_epsilon(delta))
+    for c in counts:
+        ledger.compose(c.event())
+    return ledger
 
 
 @contextmanager
