@@ -312,12 +312,15 @@ def test_the_statement_of_an_unfinished_run_is_that_of_the_steps_it_counts(tmp_p
 
 
 def test_a_head_kept_elsewhere_shows_that_all_was_set_back(tmp_path: Path) -> None:
-    """An older run folder, whole: nothing in it tells, the head does."""
+    """An older ledger with what lies beside it: nothing there tells, the head does. Of the ledger alone, both do."""
     ledger = hs.Ledger.open(tmp_path / "ledger", head_file=tmp_path / "head")
     run = run_at(tmp_path / "run", ledger=ledger)
-    old = (tmp_path / "ledger").read_bytes()
+    old = {name: (tmp_path / name).read_bytes() for name in ("ledger", "ledger.head")}
     run_at(tmp_path / "next", ledger=ledger)
-    (tmp_path / "ledger").write_bytes(old)
+    (tmp_path / "ledger").write_bytes(old["ledger"])
+    with pytest.raises(LedgerCorrupt, match=r"ledger\.head shows"):
+        verify(run)
+    (tmp_path / "ledger.head").write_bytes(old["ledger.head"])
     assert verify(run)["ok"]
     for head in ("head", "missing"):
         with pytest.raises(LedgerCorrupt):

@@ -154,10 +154,11 @@ def append_durably(path: Path, data: bytes) -> None:
             os.close(fd)
 
 
-def write_atomically(path: Path, content: bytes | Writer) -> None:
+def write_atomically(path: Path, content: bytes | Writer, *, sync_name: bool = True) -> None:
     """Replace `path` so that after a crash it is either the old file or the whole new one.
 
-    `content` is bytes, or a function that writes to the open file. Permissions of an existing file stay.
+    `content` is bytes, or a function that writes to the open file. Permissions of an existing file stay. Without
+    `sync_name` a crash of the machine may bring back the old file even after this has returned.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with confirmed(path):
@@ -171,7 +172,8 @@ def write_atomically(path: Path, content: bytes | Writer) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    fsync_folder(path.parent)
+    if sync_name:
+        fsync_folder(path.parent)
 
 
 def splice_atomically(path: Path, start: int, stop: int | None, new: bytes) -> None:

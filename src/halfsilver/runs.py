@@ -28,7 +28,7 @@ class RunFolder:
         statement.json          the privacy statement
         metrics.jsonl           one line per report
         checkpoint.safetensors  the latest state
-        ledger.jsonl            unless the run uses the data set's own ledger elsewhere
+        ledger.jsonl            unless the run uses the data set's own ledger elsewhere; beside it ledger.jsonl.head
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -51,7 +51,8 @@ class Ledger:
     between calls; use one object per thread.
 
     The chain has no secret: it shows accidents and stale copies, not a forger who rewrites the ledger and
-    every checkpoint together. A `head_file` kept out of reach shows that too.
+    every checkpoint together. That a ledger was cut back at the end of a record, its chain cannot show either: a small
+    file beside it, `<ledger>.head`, does. A `head_file` kept out of reach shows the rest.
     """
 
     def __init__(self, path: Path, head_file: Path | None, history: History) -> None:
@@ -78,14 +79,17 @@ class Ledger:
         """Open the ledger at `path`, checking all of it; create it if there is none and `create` is true.
 
         Budget and unit ("example" by default) are fixed at creation; given later, they must agree with it.
-        After each append the head also goes to `head_file`, which every process that opens the ledger should
-        name; a ledger that is behind it is refused.
+        After each append the head also goes to `<ledger>.head` and to `head_file`, which every process that opens the
+        ledger should name; a ledger that is behind either is refused.
         """
         path = Path(path).resolve()
         head_file = Path(head_file).resolve() if head_file else None
         if create and not path.exists():
             _create(path, budget, unit or "example", head_file)
-        ledger = cls(path, head_file, History.load(path))
+        seen = _read_head(_beside(path)) if _beside(path).exists() else None  # first: the ledger may grow meanwhile
+        ledger = cls(path, head_file, History.load(path, watch=seen.seq if seen else None))
+        if seen:
+            ledger._check_reaches(seen)
         ledger._check_terms(budget, unit)
         if head_file and head_file.exists():
             ledger.verify_head(*_read_head(head_file))
@@ -244,8 +248,20 @@ class Ledger:
         return next((charge for charge in charges if charge[1]), None)
 
     def _publish_head(self) -> None:
+        """Both may lag behind the ledger, so the one beside it need not wait for the disk to know its new name."""
+        text = canonical(self.head._asdict()) + b"\n"
+        _os.write_atomically(_beside(self.path), text, sync_name=False)
         if self._head_file:
-            _os.write_atomically(self._head_file, canonical(self.head._asdict()) + b"\n")
+            _os.write_atomically(self._head_file, text)
+
+    def _check_reaches(self, seen: Head) -> None:
+        """Refuse a file that lacks a record it once had: not one that was summed up, or is torn and charged for."""
+        found, torn = self._history.hash_of_watched(), self._history.torn and seen.seq == self.head.seq + 1
+        if found != seen.hash and not (found is None and (seen.seq <= self._history.floor or torn)):
+            raise LedgerCorrupt(
+                f"{_beside(self.path)} shows that {self.path} had a record {seen.seq} that it lacks: it was cut back, "
+                f"replaced or restored. {WAY_OUT}"
+            )
 
     def _registered(self, run_id: str) -> Run:
         if run_id not in self._history.runs:
@@ -272,8 +288,6 @@ class Ledger:
 
 
 def _create(path: Path, budget: Budget | None, unit: Unit, head_file: Path | None) -> None:
-    if head_file and head_file.exists():
-        raise LedgerCorrupt(f"{path} is gone, but {head_file} shows that it existed. {WAY_OUT}")
     fields = {
         "type": "header",
         "schema_version": SCHEMA_VERSION,
@@ -284,13 +298,21 @@ def _create(path: Path, budget: Budget | None, unit: Unit, head_file: Path | Non
     }
     _os.make_folder(path.parent)
     with _os.lock_file(_lock_of(path), blocking=True):
-        if not path.exists():
-            _os.write_atomically(path, encode(fields, seq=0, prev=GENESIS))
+        if path.exists():
+            return
+        for head in (_beside(path), head_file):
+            if head and head.exists():
+                raise LedgerCorrupt(f"{path} is gone, but {head} shows that it existed. {WAY_OUT}")
+        _os.write_atomically(path, encode(fields, seq=0, prev=GENESIS))
 
 
 def _lock_of(path: Path) -> Path:
     """The lock has a file of its own, since compaction puts a new file in the ledger's place."""
     return path.with_name(path.name + ".lock")
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".head")
 
 
 def _read_head(head_file: Path) -> Head:
