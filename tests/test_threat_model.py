@@ -8,16 +8,19 @@ import re
 import shutil
 from collections.abc import Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import halfsilver as hs
-from halfsilver import checkpoint
+from halfsilver import checkpoint, session
 from halfsilver.errors import LedgerCorrupt
 from halfsilver.privacy.ledger import Ledger
+from halfsilver.privacy.releases import Releases
 from halfsilver.verify import verify
 from tests.markdown import ROOT
 
@@ -136,3 +139,21 @@ def test_runs_in_folders_of_their_own_do_not_know_each_other(tmp_path: Path) -> 
         train(tmp_path / name)
         said = json.loads((tmp_path / name / "statement.json").read_text())
         assert said["all_runs_on_this_data"]["runs"] == 1
+
+
+@pytest.mark.parametrize(("step_seconds", "saved_at"), [(1.0, [0, 4]), (20.0, [0, 2, 4, 4])])
+def test_the_step_of_an_intermediate_checkpoint_depends_on_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_seconds: float, saved_at: list[int]
+) -> None:
+    """The same run by a clock on which steps are quick or slow: checkpoints in between are 30 seconds apart."""
+    ticks, steps, write = count(), list[int](), checkpoint.write
+
+    def noted(path: Path, tensors: Any, about: Any) -> None:
+        steps.append(about["step"])
+        write(path, tensors, about)
+
+    monkeypatch.setattr(checkpoint, "write", noted)
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: step_seconds * next(ticks)))
+    monkeypatch.setattr(Releases, "between_blocks", True)
+    train(tmp_path / "run")
+    assert steps == saved_at

@@ -122,6 +122,16 @@ def test_a_silo_is_held_to_its_users_and_a_device_to_one(tmp_path: Path) -> None
         assert norm([total(engine, asked(users))]) == pytest.approx(most, rel=1e-3)
 
 
+def test_a_person_at_two_silos_has_two_contributions(tmp_path: Path) -> None:
+    """A limit that the threat model names: users are numbers of their node, and nobody can compare them."""
+    made = nodes(tmp_path, [10, 10], lambda n, m: [signed_by(n, m, big(n))])
+    made[1].reply = made[0].reply
+    engine = strategy(made, tmp_path)
+    engine.grid = FakeGrid(made)
+    for users, most in (([3], 0.3), ([13], 0.3), ([3, 13], 0.6)):
+        assert norm([total(engine, asked(users))]) == pytest.approx(most, rel=1e-3)
+
+
 def test_replies_that_do_not_come_end_with_the_round(tmp_path: Path) -> None:
     made = nodes(tmp_path, [10, 10], lambda node, message: [])
     engine = strategy(made, tmp_path, settings=replace(FAST, round_seconds=0.2))
