@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from pathlib import Path
@@ -44,8 +45,8 @@ class ForChecks(MirrorLinearRegression):
 
     def fit(self, X: Any, y: Any) -> Any:  # type: ignore[override]
         dense = np.asarray(X.toarray() if sparse.issparse(X) else X)
-        public = np.nan_to_num(dense) if dense.dtype.kind == "f" else X
-        return super().fit(X, y, X_public=public, y_public=y)
+        public = np.nan_to_num(dense) if dense.dtype.kind == "f" else copy.deepcopy(X)
+        return super().fit(X, y, X_public=public, y_public=copy.deepcopy(y))
 
 
 _NOISE = "two fits draw different noise"
@@ -187,3 +188,23 @@ def test_a_clipped_gradient_costs_hardly_more(data: tuple[Rows, Rows, Rows]) -> 
     cached cost; the limit leaves room for a machine whose other core is busy.
     """
     assert clipping_ratio(10_000, 6_000, 9)[0] < 1.5
+
+
+def test_a_grid_search_spends_for_every_fit_and_one_ledger_counts_them_all(tmp_path: Path) -> None:
+    """Six settings in three folds and one more fit at the end are 19 private runs. Each says epsilon 1 of itself."""
+    from sklearn.model_selection import GridSearchCV
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(500, 3))
+    y = x @ [1.0, -2.0, 0.5] + rng.normal(size=500)
+    grid = {"learning_rate": [0.1, 0.25, 0.5], "steps": [5, 10]}
+    public = {"X_public": x[:100], "y_public": y[:100]}
+    ledger = tmp_path / "ledger.jsonl"
+    shared = GridSearchCV(MirrorLinearRegression(n_private=300, ledger=ledger), grid, cv=3).fit(
+        x[100:], y[100:], **public
+    )
+    assert len(hs.Ledger.open(ledger).runs) == 19
+    assert shared.best_estimator_.epsilon_ == pytest.approx(hs.Ledger.open(ledger).spent(1e-5))
+    assert shared.best_estimator_.epsilon_ > 3
+    alone = GridSearchCV(MirrorLinearRegression(n_private=300), grid, cv=3).fit(x[100:], y[100:], **public)
+    assert alone.best_estimator_.epsilon_ == pytest.approx(1.0, rel=0.01)  # of one run: the others are nowhere
