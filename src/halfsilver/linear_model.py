@@ -49,8 +49,8 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
     public constant that scales the mean; None releases a noisy count, for the price of one step. `method` is "pda" or
     one of its baselines: "warm" (DP-SGD from the public solution), "cold" (DP-SGD from zero) and "public" (no private
     row is read). `constraint` keeps each iterate in a set. `ledger` is the ledger of the private data set; without it
-    there is one in `run_dir`, and without that in a temporary folder, `run_dir_`. Every fit is a private run, those of a
-    `GridSearchCV` too: give a path as `ledger`, which its clones share, and `epsilon_` is the total of all of them.
+    there is one in `run_dir`, and without that in a temporary folder, `run_dir_`. Every fit is a private run, those of
+    a `GridSearchCV` too: give a path as `ledger`, which its clones share, and `epsilon_` is the total of all of them.
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
