@@ -25,6 +25,7 @@ from halfsilver.privacy.entropy import Entropy, UnsafeSeed
 from halfsilver.privacy.gradients import base
 from halfsilver.privacy.gradients.base import ClippedSum
 from halfsilver.privacy.gradients.book import outer
+from halfsilver.privacy.gradients.book.contributions import SquaredNorms
 from halfsilver.privacy.gradients.hooks import OpacusHooks
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
@@ -126,8 +127,15 @@ def nan_passes() -> list[Change]:
 
 
 def gram_norm_cancels() -> list[Change]:
-    """The norm without the bound on its rounding."""
-    return [Change(outer, "gram_slack", lambda real, left, *args: torch.zeros(len(left), dtype=torch.float64))]
+    """The norm from inner products in float32, without a bound on their rounding."""
+
+    def rounded(real: Any, a: Tensor, b: Tensor) -> Tensor:
+        return (a.float() @ b.float().mT).double()
+
+    def unbounded(real: Any, squared: Tensor, left: Tensor, *args: Any) -> SquaredNorms:
+        return SquaredNorms(squared.clamp(min=0.0), torch.zeros_like(squared))
+
+    return [Change(outer, "_inner_products", rounded), Change(outer, "gram_norms", unbounded)]
 
 
 def norm_misses_a_use() -> list[Change]:
@@ -140,7 +148,9 @@ def norm_misses_a_use() -> list[Change]:
         past, through = bank.weight(layer).flatten()[place], real(layer, place)[:, 1]
         return torch.stack([past, through], dim=1)
 
-    def clipped_sum(real: Any, self: Any, batch: Any, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+    def clipped_sum(
+        real: Any, self: Any, batch: Any, max_grad_norm: float, rows: int | None = None, adding: Any = None
+    ) -> ClippedSum:
         factors = base.clip_factors(base.row_norms(self.per_example(batch)), max_grad_norm, 1e-3, rows)
         with torch.enable_grad():
             losses = torch.where(factors > 0, self._loss_fn(self._model, batch), 0.0) * factors

@@ -67,11 +67,11 @@ def test_a_replay_sees_a_record_that_reaches_too_far(tmp_path: Path, monkeypatch
     """Twice the clip norm, and a batch divided by how many were drawn."""
     honest = Vmap.clipped_sum
 
-    def beyond(self: Vmap, batch: Any, max_grad_norm: float, rows: int | None = None) -> Any:
-        return base.ClippedSum(honest(self, batch, 2 * max_grad_norm, rows).tensors, max_grad_norm)
+    def beyond(self: Vmap, batch: Any, max_grad_norm: float, *args: Any) -> Any:
+        return base.ClippedSum(honest(self, batch, 2 * max_grad_norm, *args).tensors, max_grad_norm)
 
-    def by_count(self: Vmap, batch: Any, max_grad_norm: float, rows: int | None = None) -> Any:
-        total = honest(self, batch, max_grad_norm, rows)
+    def by_count(self: Vmap, batch: Any, max_grad_norm: float, rows: int | None = None, *args: Any) -> Any:
+        total = honest(self, batch, max_grad_norm, rows, *args)
         return base.ClippedSum([t * 20 / (rows or 1) for t in total.tensors], max_grad_norm)
 
     def farthest(name: str, patch: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from halfsilver._tensors import Batch, LossFn, flatten, take_rows, trainable
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients import Speed, make_backend
-from halfsilver.privacy.gradients.base import row_norms
+from halfsilver.privacy.gradients.base import Adding, row_norms
 from halfsilver.privacy.gradients.book import BookKeeping, tune
 from halfsilver.privacy.gradients.book.outer import Outer
 from halfsilver.privacy.gradients.vmap import Vmap
@@ -72,7 +72,7 @@ def test_linear(data: st.DataObject) -> None:
     dtype, shape = data.draw(dtypes), data.draw(st.lists(st.integers(1, 12), max_size=2))
     torch.manual_seed(data.draw(st.integers(0, 99)))
     layer = nn.Linear(data.draw(sizes), data.draw(sizes), bias=data.draw(st.booleans()), dtype=dtype)
-    with tune.tuning():
+    with tune.tuning(Adding(rows=ROWS)):
         check(layer, torch.randn(ROWS, *shape, layer.in_features, dtype=dtype))
 
 
@@ -294,7 +294,7 @@ def test_ways_are_measured_on_made_up_rows_only() -> None:
     before = dict(tune._choices)
     backend.clipped_sum(x, 1.0)
     assert tune._choices == before
-    backend.tune(x)
+    backend.tune(x, Adding(rows=len(x)))
     (key,) = set(tune._choices) - set(before)
     assert tune._choices[key] in ("gram", "multiply")
 

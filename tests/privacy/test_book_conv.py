@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from halfsilver.errors import UnsupportedLayer
-from halfsilver.privacy.gradients.base import row_norms
+from halfsilver.privacy.gradients.base import Adding, row_norms
 from halfsilver.privacy.gradients.book import BookKeeping
 from halfsilver.privacy.gradients.book import conv as kernel
 from halfsilver.privacy.gradients.book.contributions import Contribution
@@ -23,6 +23,7 @@ from halfsilver.privacy.gradients.book.tape import Tape
 from halfsilver.privacy.gradients.vmap import Vmap
 
 WAYS = ("lines", "columns", "grouped", "gram")
+ADDING = Adding(rows=6)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def test_norms_sums_and_gradients_are_those_of_autograd(
         assert ((norms.squared + norms.slack).sqrt() >= lengths(right) - rounding).all()
         assert ((norms.squared - norms.slack).clamp(min=0).sqrt() <= lengths(right) + rounding).all()
         expected = torch.einsum("i,i...->...", weights, right[: len(weights)])
-        assert float((c.weighted_sum(weights) - expected).norm()) <= float(rounding.sum())
+        assert float((c.weighted_sum(weights, ADDING) - expected).norm()) <= float(rounding.sum())
         last = slice(len(case.x) - 1, len(case.x))
         assert float((c.gradients(last, torch.float64) - right[last]).norm()) <= float(rounding[-1])
 
@@ -153,9 +154,9 @@ def test_a_row_does_not_depend_on_its_neighbours(way: str, channels_last: bool, 
         kept = weights != 0
         assert torch.equal(before.norms().squared[kept], after.norms().squared[kept])
         assert torch.equal(before.norms().slack[kept], after.norms().slack[kept])
-        total = after.weighted_sum(weights)
+        total = after.weighted_sum(weights, ADDING)
         assert torch.isfinite(total).all()
-        assert torch.equal(before.weighted_sum(weights), total)
+        assert torch.equal(before.weighted_sum(weights, ADDING), total)
 
 
 def test_gram_norms_of_cancelling_images_are_bounded_by_their_slack() -> None:
@@ -169,7 +170,7 @@ def test_gram_norms_of_cancelling_images_are_bounded_by_their_slack() -> None:
     for row in range(gram.rows):
         alone = torch.zeros(gram.rows, dtype=torch.float64).index_fill_(0, torch.tensor(row), 1.0)
         bound = (norms.squared + norms.slack).sqrt()[row]
-        assert float(gram.weighted_sum(alone).norm()) <= float(bound) * (1 + 1e-4)
+        assert float(gram.weighted_sum(alone, ADDING).norm()) <= float(bound) * (1 + 1e-4)
     direct = gram.gradients(slice(2, 4), torch.float64)
     torch.testing.assert_close(direct, right[2:4], rtol=1e-9, atol=1e-9)
 

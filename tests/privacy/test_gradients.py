@@ -16,7 +16,7 @@ from torch.nn import functional
 from halfsilver._tensors import Batch, LossFn, flatten, take_rows, trainable
 from halfsilver.errors import ConfigError, UnsupportedLayer
 from halfsilver.privacy.gradients import BACKENDS, ClippedSum, Speed, make_backend
-from halfsilver.privacy.gradients.base import GradientBackend, clip_factors, row_norms
+from halfsilver.privacy.gradients.base import Adding, GradientBackend, clip_factors, row_norms
 from halfsilver.privacy.gradients.linear import LinearModel, Link, predictions, with_row_norms
 from halfsilver.privacy.gradients.rows import default_rows, expected_pieces, fastest_rows
 from halfsilver.privacy.gradients.users import clipped_user_gradient
@@ -159,10 +159,12 @@ class Paced:
     def __init__(self) -> None:
         self.tuned: list[int] = []
 
-    def tune(self, batch: Batch) -> None:
+    def tune(self, batch: Batch, adding: Adding) -> None:
         self.tuned.append(len(batch))
 
-    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+    def clipped_sum(
+        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+    ) -> ClippedSum:
         self.now += 0.004 + 2e-4 * len(batch) + 2e-3 * max(0, len(batch) - 32)
         return ClippedSum([], max_grad_norm)
 
@@ -492,8 +494,10 @@ def test_a_backend_that_breaks_the_bound_in_half_precision_is_refused(monkeypatc
         def __init__(self, model: nn.Module, loss_fn: LossFn, example: Batch) -> None:
             self.right, self.factor = Vmap(model, loss_fn, example), 1.0 if loss_fn is class_loss else 1.05
 
-        def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
-            return self.right.clipped_sum(batch, self.factor * max_grad_norm, rows)
+        def clipped_sum(
+            self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+        ) -> ClippedSum:
+            return self.right.clipped_sum(batch, self.factor * max_grad_norm, rows, adding)
 
     torch.manual_seed(0)
     model, example = cnn(), images(4)

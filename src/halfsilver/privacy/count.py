@@ -9,7 +9,7 @@ import torch
 from halfsilver._tensors import Batch, batch_rows
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
-from halfsilver.privacy.gradients import ClippedSum, Speed
+from halfsilver.privacy.gradients import Adding, ClippedSum, Speed
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.plan import PrivacyPlan
@@ -20,7 +20,9 @@ class _Ones:
 
     name = "count"
 
-    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+    def clipped_sum(
+        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+    ) -> ClippedSum:
         counted = batch_rows(batch) if rows is None else rows
         return ClippedSum([torch.full((1, 1), counted * max_grad_norm, dtype=torch.float64)], max_grad_norm)
 

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -22,7 +23,7 @@ from halfsilver.errors import ConfigError
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import Entropy, OsEntropy
 from halfsilver.privacy.gradients import ClippedSum, GradientBackend, Speed, make_backend
-from halfsilver.privacy.gradients.base import Tunable
+from halfsilver.privacy.gradients.base import Adding, Tunable
 from halfsilver.privacy.gradients.probe import PROBE_ROWS, probe
 from halfsilver.privacy.gradients.rows import default_rows, fastest_rows, padded_rows
 from halfsilver.privacy.gradients.users import clipped_user_gradient
@@ -82,6 +83,8 @@ class PrivateGradient:
             p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous()
             for p in self._params
         )
+        self._adding = Adding.of(plan.expected_batch_size, plan.sampling_rate, self._world.size)
+        self._added = 0
         self._state, self._careful = ModelState(self._model), False
         with self._world.together(), untouched(self._model):
             self._pieces = Pieces(self._params, self._world)
@@ -138,10 +141,10 @@ class PrivateGradient:
         """
         with own_randomness(0, [self._device]):
             if self._users is None and isinstance(self._backend, Tunable):
-                self._backend.tune(self._padding)
+                self._backend.tune(self._padding, self._adding)
             started = time.monotonic()
             if self._users is None:
-                self._backend.clipped_sum(self._padding, self.plan.max_grad_norm)
+                self._backend.clipped_sum(self._padding, self.plan.max_grad_norm, None, self._adding)
             else:
                 clipped_user_gradient(self._model, self._loss_fn, [self._padding], self.plan.max_grad_norm)
         pieces = max(1.0, self._here / self._rows)
@@ -229,7 +232,7 @@ class PrivateGradient:
 
     def _usable(self) -> int:
         """Of a sample, as `_clipped_sum` has it; with a look at every value after each pass."""
-        chunks, self._careful = self._sample(), True
+        chunks, self._careful, self._added = self._sample(), True, 0
         self._state.record()
         try:
             return sum(self._usable_among(units) for units in map(self._in_data, chunks))
@@ -251,7 +254,7 @@ class PrivateGradient:
         return sum(self._usable_rows(take_rows(batch, half)) for half in halves)
 
     def _added_up(self, chunks: Iterable[Chunk], *, careful: bool) -> ClippedSum:
-        self._careful = careful
+        self._careful, self._added = careful, 0
         total: ClippedSum | None = None
         for part in self._parts(map(self._in_data, chunks)):
             if total is None:
@@ -307,7 +310,8 @@ class PrivateGradient:
         A write may have reached the other examples of the batch. By itself, the example that causes it is left out.
         """
         try:
-            part = self._backend.clipped_sum(self._padded(batch, rows), self.plan.max_grad_norm, rows)
+            padded, adding = self._padded(batch, rows), self._counted(rows)
+            part = self._backend.clipped_sum(padded, self.plan.max_grad_norm, rows, adding)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception:
@@ -316,6 +320,11 @@ class PrivateGradient:
         if part is None or written or not all(math.isfinite(t.sum()) for t in part.tensors):
             return None
         return part
+
+    def _counted(self, rows: int) -> Adding:
+        """How to add up the next `rows`: in float64 all the way once there are more than the margin pays for."""
+        self._added += rows
+        return replace(self._adding, exact=self._added > self._adding.rows // self._world.size)
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
         """Made-up rows up to the one shape of all batches."""
@@ -332,7 +341,8 @@ class PrivateGradient:
         batches = (part for part in parts if batch_rows(part))
         found: ClippedSum | None = None
         try:
-            found = clipped_user_gradient(self._model, self._loss_fn, batches, self.plan.max_grad_norm)
+            clip = self.plan.max_grad_norm
+            found = clipped_user_gradient(self._model, self._loss_fn, batches, clip, self._adding)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception:

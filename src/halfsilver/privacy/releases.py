@@ -11,7 +11,7 @@ from torch import Tensor
 from halfsilver._distributed import World
 from halfsilver._tensors import Tensors
 from halfsilver.privacy.entropy import Entropy
-from halfsilver.privacy.gradients.base import ClippedSum
+from halfsilver.privacy.gradients.base import ClippedSum, check_clip_norm
 from halfsilver.privacy.ledger import Head, Ledger
 from halfsilver.privacy.noise import add_noise, check_exactness, noisy_mean
 from halfsilver.privacy.plan import PrivacyPlan
@@ -38,6 +38,7 @@ class Releases:
         self._ledger, self._run_id, self._world = ledger, run_id, world
         self._dtypes: list[torch.dtype] = [p.dtype for p in params]
         self._dimension = sum(p.numel() for p in params)
+        check_clip_norm(plan.max_grad_norm, self._dtypes)
         check_exactness(plan.noise_multiplier, plan.max_grad_norm, self._dimension)
         self.count, self._granted, self._intended, self._block = 0, 0, False, 1
 

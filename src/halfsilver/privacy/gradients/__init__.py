@@ -17,13 +17,13 @@ from torch import Tensor
 
 from halfsilver._tensors import Batch, LossFn, batch_leaves, batch_rows, norm, take_rows
 from halfsilver.errors import ConfigError, HalfsilverError, UnsupportedLayer, require
-from halfsilver.privacy.gradients.base import ClippedSum, GradientBackend, row_norms
+from halfsilver.privacy.gradients.base import Adding, ClippedSum, GradientBackend, row_norms
 from halfsilver.privacy.gradients.book import BookKeeping
 from halfsilver.privacy.gradients.hooks import OpacusHooks
 from halfsilver.privacy.gradients.linear import LinearModel
 from halfsilver.privacy.gradients.vmap import Vmap
 
-__all__ = ["BACKENDS", "ClippedSum", "GradientBackend", "Speed", "make_backend"]
+__all__ = ["BACKENDS", "Adding", "ClippedSum", "GradientBackend", "Speed", "make_backend"]
 
 BackendName = Literal["auto", "book", "vmap", "hooks"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,23 +12,33 @@ import torch
 from torch import Tensor
 
 from halfsilver._tensors import Batch, Tensors
-from halfsilver.errors import UnsupportedLayer
-
-# Rows that a kernel may sum in its own precision before the sum moves to float64: n rows cost n^2 u C of rounding.
-_ROWS = {torch.float64: 1 << 16, torch.float32: 128, torch.float16: 4, torch.bfloat16: 1}
+from halfsilver.errors import ConfigError, UnsupportedLayer
 
 # Entries whose squares are summed in the dtype of the gradient.
 _BLOCK = 1024
 
-_MARGIN = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+# In float32, squares of 1024 numbers are summed with at most 1025 roundings, and two such norms may be multiplied.
+_MEASURING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+# A norm from here on is not measured: C / norm, and what it multiplies, must be far from the subnormal numbers.
+_LONGEST = 2.0**80
+
+# Unit roundoffs.
+_U32, _U64 = 2.0**-24, 2.0**-53
+
+# What rounding in sums may come to, in clip norms: of float32 blocks, and of terms that cancel within a row.
+_OF_BLOCKS, _OF_TERMS = 2.0**-8, 2.0**-15
+# Rows of a float32 block: beyond the most, speed gains nothing; with less than the least, float64 is as fast.
+_MOST_TOGETHER, _LEAST_TOGETHER = 32, 6
+# A sum in float64 may have so many rows whatever was announced; one that is made by a single call, so many in float32.
+_ROWS_ANYHOW, _ROWS_AT_ONCE = 2**18, 512
+# Numbers that are converted to float64 at once: they stay in the cache.
+_CONVERTED = 2**16
 
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """Sum of clipped gradients that knows how much one unit can move it (in Euclidean norm).
-
-    In float64, except for the sum of a single block of rows, which may be in the dtype that its kernels add in.
-    """
+    """Sum of clipped gradients, in float64, that knows how much one unit can move it (in Euclidean norm)."""
 
     tensors: Tensors
     sensitivity: float
@@ -44,11 +55,83 @@ class ClippedSum:
             self.tensors[i] = self.tensors[i].double().add_(t)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Adding:
+    """How the rows of one sum are added up, over all the calls that it takes.
+
+    `rows` is a public bound on how many are added up in blocks of float32. Rows beyond it, if there are, come with
+    ``exact=True``: in float64 all the way, and clipped as the others.
+
+    Why a bound is needed: one more record moves all later ones by a place, so that other rows meet in a block, and all
+    blocks round anew. Let c_i be the clipped gradient of row i, a function of that row alone with |c_i| <= C', and let
+    S = sum_i c_i + e be what is computed. Between neighbours S differs by at most C' + |e| + |e'|. A sum of m terms in
+    any order has m - 1 additions, each of which is off by at most u times its result, and these are at most
+    (2 + ... + m) C' together. With one rounding each for the product, the weight and the second order,
+
+    - blocks of m rows in float32 are off by m (m + 6) / 2 u C' each, N rows in such blocks by N (m + 6) / 2 u C';
+    - N rows in float64, the sums of those blocks included, by N (N + 1) / 2 u' C', with u' = 2^-53;
+    - where a row is a sum of terms that are added up in float64 together with those of other rows, by n u' times the
+      length of all terms, with n additions between a term and the total. `share_of_terms` keeps that length bounded.
+
+    `margin` is twice the sum of these, for two neighbours, and how inexact norms are. So C' (1 + margin) <= C.
+    """
+
+    rows: int
+    exact: bool = False
+
+    @classmethod
+    def of(cls, expected: float, sampling_rate: float, ranks: int = 1) -> Adding:
+        """For Poisson samples of this size, of which each rank has a share; few of them are larger than `rows`.
+
+        >>> Adding.of(500, 0.01).rows, Adding.of(500, 1.0).rows
+        (590, 501)
+        """
+        return cls(rows=ranks * (math.ceil((expected + 4 * math.sqrt(expected * (1 - sampling_rate))) / ranks) + 1))
+
+    @classmethod
+    def once(cls, rows: int) -> Adding:
+        """For a sum that is made by one call. Neighbours must be clipped alike, so that no count of rows decides it."""
+        return cls(rows=_ROWS_AT_ONCE, exact=rows > _ROWS_AT_ONCE)
+
+    @property
+    def together(self) -> int:
+        """How many rows may be added up in float32 before the sum moves on to float64; 1 if none.
+
+        >>> [Adding(rows=n).together for n in (500, 1_000, 2_000, 5_000, 10_000)]
+        [32, 32, 26, 7, 1]
+        """
+        most = min(_MOST_TOGETHER, int(_OF_BLOCKS / (self.rows * _U32)) - 6)
+        return most if most >= _LEAST_TOGETHER else 1
+
+    def margin(self, dtype: torch.dtype) -> float:
+        """How far below the clip norm to aim, so that rounding cannot push the influence of a row above it.
+
+        >>> [round(Adding(rows=n).margin(torch.float32), 4) for n in (1, 500, 2_000, 10_000, 2**21)]
+        [0.0001, 0.0013, 0.004, 0.0001, 0.0006]
+        """
+        blocks = 0.0 if dtype == torch.float64 or self.together == 1 else self.rows * (self.together + 6) * _U32
+        return measuring(dtype) + blocks + self.in_float64
+
+    @property
+    def in_float64(self) -> float:
+        """What rounding of sums in float64 may come to, in clip norms."""
+        return float(max(self.rows + 1, _ROWS_ANYHOW)) ** 2 * _U64 + _OF_TERMS
+
+    def share_of_terms(self, additions: int) -> float:
+        """The length of a row's terms, times this, counts as a part of its norm.
+
+        So the terms of all rows, of which each takes part in `additions` within one call, round by at most a share of
+        the clip norm. It matters only to rows whose terms all but cancel.
+        """
+        return 2 * self.rows * (additions + self.rows) * _U64 / _OF_TERMS
+
+
 class GradientBackend(Protocol):
     """One way to compute clipped gradient sums.
 
-    Guarantee of every implementation: adding or removing one example changes the sum by at most `max_grad_norm`; an
-    example whose gradient is NaN, infinite or too large to measure contributes zero; no state is kept between calls.
+    Guarantee of every implementation: adding or removing one example changes the sum by at most `max_grad_norm`, the
+    rounding of all others included; an example whose gradient is NaN, infinite or too large to measure contributes
+    zero; no state is kept between calls. `adding` says what the sum over all calls is like; without it, this is all.
 
     Only the first `rows` examples count (all by default); the others are padding. The mechanism gives every batch the
     same shape, because library kernels may round a row differently depending on how many stand beside it; a backend
@@ -57,14 +140,16 @@ class GradientBackend(Protocol):
 
     name: str
 
-    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum: ...
+    def clipped_sum(
+        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+    ) -> ClippedSum: ...
 
 
 @runtime_checkable
 class Tunable(Protocol):
     """A backend that measures, on made-up rows of the shape to come, which of its ways is fastest."""
 
-    def tune(self, batch: Batch) -> None: ...
+    def tune(self, batch: Batch, adding: Adding) -> None: ...
 
 
 def clock() -> float:
@@ -72,24 +157,24 @@ def clock() -> float:
     return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def summable_rows(dtype: torch.dtype) -> int:
-    """How many rows a backend may let kernels of this dtype sum up."""
-    return _ROWS.get(dtype, 1)
-
-
-def margin(dtype: torch.dtype, rows: int = 0) -> float:
-    """How far below the clip norm to aim, so that rounding cannot push a contribution above it.
-
-    `rows` is for backends whose kernels sum over rows: n additions of vectors of norm C are off by at most n^2 u C.
-    That covers the block which holds the example. Blocks that only shift round anew as well; their errors are random
-    and were measured at 1e-5 C for thousands of blocks, but are not bounded by a proof.
-    """
-    return _MARGIN.get(dtype, 1e-2) + rows**2 * torch.finfo(dtype).eps / 2
+def measuring(dtype: torch.dtype) -> float:
+    """How much too small the computed norm of a gradient of this dtype may be, relative to the norm."""
+    return _MEASURING.get(dtype, 1e-2)
 
 
 def measurable(norms: Tensor) -> Tensor:
-    """Norms as they are, infinite above 2^100: there C / norm is subnormal in float32 and no longer accurate."""
-    return torch.where(norms < 2.0**100, norms, torch.inf)
+    """Norms as they are, infinite from 2^80 on."""
+    return torch.where(norms < _LONGEST, norms, torch.inf)
+
+
+def check_clip_norm(max_grad_norm: float, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuse a clip norm so small or large that squares and products of numbers of its size leave the dtype's range."""
+    least = max(torch.finfo(torch.promote_types(dtype, torch.float32)).tiny for dtype in dtypes) ** 0.25
+    if not least <= max_grad_norm <= 1 / least:
+        raise ConfigError(
+            f"Expected max_grad_norm={max_grad_norm:g} in [{least:.3g}, {1 / least:.3g}]: beyond, gradients of that "
+            "length cannot be measured in the precision of the parameters. Scale the loss, and max_grad_norm with it."
+        )
 
 
 def require_weighable(dtype: torch.dtype, name: str) -> None:
@@ -101,9 +186,12 @@ def require_weighable(dtype: torch.dtype, name: str) -> None:
 
 
 def clip_factors(norms: Tensor, max_grad_norm: float, tau: float, rows: int | None = None) -> Tensor:
-    """Weights that bring each gradient to norm at most C / (1 + tau); zero for padding and for norms not finite."""
+    """Weights that bring each gradient to norm at most C / (1 + tau); zero for padding and for norms not finite.
+
+    Zero as well where a weight would be subnormal in float32, and so not accurate: under clip norms below any plan's.
+    """
     factors = (max_grad_norm / (1 + tau) / norms.double()).clamp_(max=1.0)
-    factors = torch.where(torch.isfinite(norms), factors, 0.0)
+    factors = torch.where(torch.isfinite(norms) & (factors >= 2 * torch.finfo(torch.float32).tiny), factors, 0.0)
     if rows is not None:
         factors[rows:] = 0.0
     return factors
@@ -130,19 +218,29 @@ def _block_norms(rows: Tensor) -> list[Tensor]:
     return norms
 
 
-def weighted_rows(weights: Tensor, rows: Tensor) -> Tensor:
-    """sum_i weights_i rows_i in float64, of blocks small enough to be summed in the dtype of the rows.
+def weighted_rows(weights: Tensor, rows: Tensor, adding: Adding) -> Tensor:
+    """sum_i weights_i rows_i in float64: of blocks small enough to be summed in the dtype of the rows, or row by row.
 
     Rows of weight zero may hold anything: they are taken out first, because 0 * NaN is NaN.
     """
     rows = at_least_float32(rows)
     if not weights.all():
         rows = torch.where(weights[:, None] != 0, rows, 0.0)
-    size = summable_rows(rows.dtype)
+    size = 1 if adding.exact else adding.together
+    if rows.dtype == torch.float64 or size == 1:
+        return _in_float64(weights, rows)
     whole = len(rows) // size * size
     weights = weights.to(rows.dtype)
     blocks = torch.bmm(weights[:whole].view(-1, 1, size), rows[:whole].view(-1, size, rows.shape[1]))
-    return blocks.squeeze(1).double().sum(0) + (weights[whole:] @ rows[whole:]).double()
+    return blocks.squeeze(1).sum(0, dtype=torch.float64).add_(weights[whole:] @ rows[whole:])
+
+
+def _in_float64(weights: Tensor, rows: Tensor) -> Tensor:
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    size = max(1, _CONVERTED // max(1, rows.shape[1])) if rows.dtype != torch.float64 else max(1, len(rows))
+    for i in range(0, len(rows), size):
+        total.addmv_(rows[i : i + size].double().T, weights[i : i + size])
+    return total
 
 
 def at_least_float32(t: Tensor) -> Tensor:
@@ -150,9 +248,13 @@ def at_least_float32(t: Tensor) -> Tensor:
     return t if t.dtype in (torch.float32, torch.float64) else t.float()
 
 
-def clip_and_sum(per_example: Sequence[Tensor], max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+def clip_and_sum(
+    per_example: Sequence[Tensor], max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+) -> ClippedSum:
     """Clip materialised per-example gradients; norm and sum read the same tensors."""
-    tau = max(margin(dtype, summable_rows(dtype)) for dtype in {g.dtype for g in per_example})
+    adding = adding or Adding.once(len(per_example[0]))
+    tau = max(adding.margin(dtype) for dtype in {g.dtype for g in per_example})
     factors = clip_factors(row_norms(per_example), max_grad_norm, tau, rows)
-    sums = [weighted_rows(factors[:rows], g.reshape(len(g), -1)[:rows]).reshape(g.shape[1:]) for g in per_example]
+    flat = [g.reshape(len(g), -1)[:rows] for g in per_example]
+    sums = [weighted_rows(factors[:rows], f, adding).view(g.shape[1:]) for f, g in zip(flat, per_example, strict=True)]
     return ClippedSum(sums, max_grad_norm)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfsilver._tensors import Batch, LossFn, Tensors, trainable
 from halfsilver.errors import MissingExtra, UnsupportedLayer
-from halfsilver.privacy.gradients.base import ClippedSum, clip_and_sum
+from halfsilver.privacy.gradients.base import Adding, ClippedSum, clip_and_sum
 
 
 @final
@@ -24,8 +24,10 @@ class OpacusHooks:
     def __init__(self, model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> None:
         self._model, self._loss_fn = model, loss_fn
 
-    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
-        return clip_and_sum(self.per_example(batch), max_grad_norm, rows)
+    def clipped_sum(
+        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+    ) -> ClippedSum:
+        return clip_and_sum(self.per_example(batch), max_grad_norm, rows, adding)
 
     def per_example(self, batch: Batch) -> Tensors:
         with attached(self._model), torch.enable_grad():

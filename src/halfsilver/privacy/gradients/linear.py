@@ -18,12 +18,11 @@ from halfsilver._tensors import Batch, csr_tensor
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.data import Indices
 from halfsilver.privacy.gradients.base import (
+    Adding,
     ClippedSum,
     clip_factors,
-    margin,
     measurable,
     require_weighable,
-    summable_rows,
     weighted_rows,
 )
 from halfsilver.privacy.schema import Schema
@@ -59,13 +58,16 @@ class LinearModel:
         self._link: Link = link
 
     @torch.no_grad()
-    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+    def clipped_sum(
+        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+    ) -> ClippedSum:
         x, y, norms = batch
+        adding = adding or Adding.once(len(x))
         residual = self._residual(predictions(x, self._model.weight[0]), y).double()
-        tau = margin(x.dtype, summable_rows(x.dtype))
+        tau = adding.margin(x.dtype)
         factors = clip_factors(measurable(measurable(norms) * residual.abs()), max_grad_norm, tau, rows)
         weights = torch.where(factors > 0, residual * factors, 0.0)
-        return ClippedSum([_sum_of_rows(weights, x)[None]], max_grad_norm)
+        return ClippedSum([_sum_of_rows(weights, x, adding)[None]], max_grad_norm)
 
     def _residual(self, prediction: Tensor, y: Tensor) -> Tensor:
         return (torch.sigmoid(prediction) if self._link == "logistic" else prediction) - y
@@ -89,9 +91,9 @@ def predictions(x: Tensor, weight: Tensor) -> Tensor:
     return torch.zeros(len(x), dtype=x.dtype).index_add_(0, row, x.values() * weight[x.col_indices()])
 
 
-def _sum_of_rows(weights: Tensor, x: Tensor) -> Tensor:
+def _sum_of_rows(weights: Tensor, x: Tensor, adding: Adding) -> Tensor:
     if x.layout != torch.sparse_csr:
-        return weighted_rows(weights, x)
+        return weighted_rows(weights, x, adding)
     spread = torch.repeat_interleave(weights, x.crow_indices().diff())
     return torch.zeros(x.shape[1], dtype=torch.float64).index_add_(0, x.col_indices(), x.values() * spread)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from halfsilver._tensors import Batch, batch_leaves, trainable
-from halfsilver.privacy.gradients.base import GradientBackend, Tunable, clock
+from halfsilver.privacy.gradients.base import Adding, GradientBackend, Tunable, clock
 from halfsilver.privacy.plan import PrivacyPlan
 
 # Per-example gradients that may exist at once, in numbers: 1 GB in float64.
@@ -82,10 +82,11 @@ def _fastest(backend: Any, made_up: Callable[[int], Batch], plan: PrivacyPlan, s
     """From small to large, until steps have become clearly slower twice, or measuring costs too much of the plan."""
     costs: dict[int, float] = {}
     expected, started = share * plan.expected_batch_size, time.monotonic()
+    adding = Adding.of(plan.expected_batch_size, plan.sampling_rate)
     for rows in _sizes(expected, plan.sampling_rate, most):
         batch = made_up(rows)
-        backend.tune(batch)
-        seconds = _seconds(backend, batch)
+        backend.tune(batch, adding)
+        seconds = _seconds(backend, batch, adding)
         costs[rows] = seconds * expected_pieces(rows, expected, plan.sampling_rate)
         best = min(costs.values())
         slower = all(cost > 1.1 * best for cost in list(costs.values())[-2:])
@@ -106,10 +107,10 @@ def _sizes(expected: float, sampling_rate: float, most: int) -> list[int]:
     return sorted({min(size, whole, most) for size in (*_SIZES, whole)})
 
 
-def _seconds(backend: GradientBackend, batch: Batch) -> float:
+def _seconds(backend: GradientBackend, batch: Batch, adding: Adding) -> float:
     times = []
     for _ in range(_ROUNDS):
         started = clock()
-        backend.clipped_sum(batch, 1.0)
+        backend.clipped_sum(batch, 1.0, adding=adding)
         times.append(clock() - started)
     return min(times)

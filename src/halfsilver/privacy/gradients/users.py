@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from halfsilver._tensors import Batch, LossFn, trainable
-from halfsilver.privacy.gradients.base import ClippedSum, clip_and_sum
+from halfsilver.privacy.gradients.base import Adding, ClippedSum, clip_and_sum
 
 
 def clipped_user_gradient(
-    model: torch.nn.Module, loss_fn: LossFn, batches: Iterable[Batch], max_grad_norm: float
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    batches: Iterable[Batch],
+    max_grad_norm: float,
+    adding: Adding | None = None,
 ) -> ClippedSum:
     """The clipped sum of the gradients of all records of one user, who has as much influence as one example has."""
     params = trainable(model)
@@ -20,7 +24,7 @@ def clipped_user_gradient(
     with torch.enable_grad():
         for batch in batches:
             _accumulate(total, params, loss_fn(model, batch).sum())
-    return clip_and_sum([t[None] for t in total], max_grad_norm)
+    return clip_and_sum([t[None] for t in total], max_grad_norm, adding=adding)
 
 
 def _accumulate(total: Sequence[Tensor], params: Sequence[Tensor], loss: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, take_rows
-from halfsilver.privacy.gradients.base import ClippedSum, clip_and_sum
+from halfsilver.privacy.gradients.base import Adding, ClippedSum, clip_and_sum
 
 PerExample = Callable[[dict[str, Tensor], Batch], dict[str, Tensor]]
 
@@ -28,8 +28,10 @@ class Vmap:
         self._loss_of_one = _loss_of_one(model, loss_fn)
         self._per_example = self._choose(example)
 
-    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
-        return clip_and_sum(self.per_example(batch), max_grad_norm, rows)
+    def clipped_sum(
+        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+    ) -> ClippedSum:
+        return clip_and_sum(self.per_example(batch), max_grad_norm, rows, adding)
 
     def per_example(self, batch: Batch) -> Tensors:
         """One gradient per example and trainable parameter, [B, *shape] each."""

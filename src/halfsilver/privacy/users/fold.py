@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from halfsilver.privacy.gradients.base import ClippedSum, margin, row_norms
+from halfsilver.privacy.gradients.base import Adding, ClippedSum, measuring, row_norms
 from halfsilver.privacy.users.engine import Contribution
 
 # What rounding in sums of float32 may come to, in clip norms; contributions are clipped that much shorter.
@@ -38,6 +38,7 @@ class Fold:
         self._pending, self._left = 0, math.ceil(expected)
         rounding = max(torch.finfo(t.dtype).eps for t in self._latest)
         self._together = min(_MOST_TOGETHER, int(_SLACK / (rounding * max(1, self._left))))
+        self._in_float64 = Adding(rows=max(1, self._left)).in_float64
 
     @torch.no_grad()
     def add(self, contribution: Contribution) -> None:
@@ -48,7 +49,7 @@ class Fold:
         if not 0 < size < math.inf:  # nor what cannot be measured
             return
         exact = all(t.dtype == torch.float64 for t in tensors)
-        tau = margin(torch.float64) if exact else margin(torch.float32) + _SLACK
+        tau = self._in_float64 + (measuring(torch.float64) if exact else measuring(torch.float32) + _SLACK)
         factor = min(1.0, contribution.users * self._total.sensitivity / (1 + tau) / size)
         together = self._left > 0 and self._together > 1 and not exact and contribution.users == 1
         for total, t in zip(self._latest if together else self._total.tensors, tensors, strict=True):

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, map_batch, trainable
 from halfsilver.privacy.gradients.base import (
+    Adding,
     ClippedSum,
-    clip_and_sum,
     clip_factors,
-    margin,
     measurable,
     require_weighable,
-    summable_rows,
+    row_norms,
 )
 from halfsilver.privacy.gradients.book.contributions import Contribution, Materialised
 from halfsilver.privacy.gradients.book.kernels import Kernel, kernels_for
@@ -45,30 +44,32 @@ class BookKeeping:
             require_weighable(p.dtype, self.name)
         self._kernels = kernels_for(model)
 
-    def tune(self, batch: Batch) -> None:
+    def tune(self, batch: Batch, adding: Adding) -> None:
         """Choose the fastest way for each layer at the shape of `batch`, which holds made-up rows."""
         if trainable(self._model)[0].device.type == "cpu":
             # glibc gives large blocks back to the system, and takes them anew page by page, until one has been freed.
             torch.empty(2**25 - 2**13, dtype=torch.uint8)
-        with tuning():
-            self.clipped_sum(batch, 1.0)
+        with tuning(adding):
+            self.clipped_sum(batch, 1.0, adding=adding)
 
-    def clipped_sum(self, batch: Batch, max_grad_norm: float, rows: int | None = None) -> ClippedSum:
+    def clipped_sum(
+        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+    ) -> ClippedSum:
         params = trainable(self._model)
         if batch_rows(batch) == 0:
             return ClippedSum.zeros(params, max_grad_norm)
-        found = self._contributions(batch)
-        groups, tau = _groups(found), max(margin(p.dtype, summable_rows(p.dtype)) for p in params)
-        squared, slack = _totals(groups, batch_rows(batch), params[0].device)
+        adding, found = adding or Adding.once(batch_rows(batch)), self._contributions(batch)
+        groups, tau = _groups(found), max(adding.margin(p.dtype) for p in params)
+        squared, slack = _totals(groups, batch_rows(batch), params[0].device, adding)
         norms = measurable((squared + slack).sqrt())
         weights = clip_factors(norms, max_grad_norm, tau)[:rows]
         clipped = torch.isfinite(norms) & (norms > max_grad_norm / (1 + tau))  # of others, an upper bound is enough
         cancelling = clipped & (slack > _SHARE_OF_SLACK * squared)
         direct = cancelling[:rows].nonzero().flatten().tolist()
         weights[direct] = 0.0
-        total = ClippedSum(_weighted_sums(groups, params, weights), max_grad_norm)
+        total = ClippedSum(_weighted_sums(groups, params, weights, adding), max_grad_norm)
         for row in direct:
-            total.add_(_direct(found, params, row, max_grad_norm))
+            total.add_(_direct(found, params, row, max_grad_norm, tau))
         return total
 
     def _contributions(self, batch: Batch) -> list[Contribution | None]:
@@ -88,26 +89,32 @@ def _groups(found: list[Contribution | None]) -> list[Group]:
     return [*groups, (list(small), Materialised(torch.cat(list(small.values()), dim=1)))] if small else groups
 
 
-def _totals(groups: list[Group], rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _totals(groups: list[Group], rows: int, device: torch.device, adding: Adding) -> tuple[Tensor, Tensor]:
+    """Squared norms, and what to add to them: their own rounding, and what pays for that of the sums."""
     squared = torch.zeros(rows, dtype=torch.float64, device=device)
     slack = torch.zeros_like(squared)
     for _, contribution in groups:
         norms = contribution.norms()
         squared += norms.squared
         slack += norms.slack
+        if norms.terms is not None:
+            share = adding.share_of_terms(rows * norms.steps)
+            slack += share**2 * norms.terms
     return squared, slack
 
 
-def _weighted_sums(groups: list[Group], params: Tensors, weights: Tensor) -> Tensors:
+def _weighted_sums(groups: list[Group], params: Tensors, weights: Tensor, adding: Adding) -> Tensors:
     sums: dict[int, Tensor] = {}
     for places, contribution in groups:
-        total = contribution.weighted_sum(weights).reshape(-1)
+        total = contribution.weighted_sum(weights, adding).reshape(-1)
         sizes = [params[i].numel() for i in places]
         sums |= zip(places, torch.split_with_sizes(total, sizes), strict=True)
     return [sums[i].view(p.shape) if i in sums else torch.zeros_like(p) for i, p in enumerate(params)]
 
 
-def _direct(found: list[Contribution | None], params: Tensors, row: int, max_grad_norm: float) -> ClippedSum:
+def _direct(
+    found: list[Contribution | None], params: Tensors, row: int, max_grad_norm: float, tau: float
+) -> ClippedSum:
     """One example whose factors cancel, multiplied out in float64: norm and sum read the same numbers."""
     one = slice(row, row + 1)
     gradients = [
@@ -116,7 +123,8 @@ def _direct(found: list[Contribution | None], params: Tensors, row: int, max_gra
         else c.gradients(one, torch.float64)
         for p, c in zip(params, found, strict=True)
     ]
-    return clip_and_sum(gradients, max_grad_norm)
+    factors = clip_factors(row_norms(gradients), max_grad_norm, tau)
+    return ClippedSum([torch.where(factors > 0, factors * g[0], 0.0) for g in gradients], max_grad_norm)
 
 
 @contextmanager

@@ -8,15 +8,21 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from halfsilver.privacy.gradients.base import at_least_float32, row_norms, weighted_rows
+from halfsilver.privacy.gradients.base import Adding, at_least_float32, row_norms, weighted_rows
 
 
 @dataclass(frozen=True)
 class SquaredNorms:
-    """Squared norm per example, in float64, and how much the computed value may be too small by rounding."""
+    """Squared norm per example, in float64, and how much the computed value may be too small by rounding.
+
+    Where the sum adds up the terms of all rows, `steps` of a row, `terms` is the square of how long those of each row
+    are together, before they cancel.
+    """
 
     squared: Tensor
     slack: Tensor
+    terms: Tensor | None = None
+    steps: int = 1
 
 
 class Contribution(Protocol):
@@ -31,7 +37,7 @@ class Contribution(Protocol):
 
     def norms(self) -> SquaredNorms: ...
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:
         """sum_i weights_i G_i over the first len(weights) rows, in the shape of the parameter; the others are padding.
 
         Rows of weight zero may hold anything, NaN included.
@@ -63,8 +69,8 @@ class Materialised:
         squared = row_norms([self._gradients]).square()
         return SquaredNorms(squared, torch.zeros_like(squared))
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        return weighted_rows(weights, self.flat[: len(weights)]).reshape(self._gradients.shape[1:])
+    def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:
+        return weighted_rows(weights, self.flat[: len(weights)], adding).reshape(self._gradients.shape[1:])
 
     def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
         return self._gradients[chosen].to(dtype)

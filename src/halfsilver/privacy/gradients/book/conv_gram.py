@@ -9,13 +9,13 @@ from typing import final
 import torch
 from torch import Tensor
 
-from halfsilver.privacy.gradients.base import summable_rows
+from halfsilver.privacy.gradients.base import Adding
 from halfsilver.privacy.gradients.book.contributions import SquaredNorms
 from halfsilver.privacy.gradients.book.conv_ways import Geometry, Products, columns, row_blocks, weight_gradient
-from halfsilver.privacy.gradients.book.outer import gram_slack, lengths_from, weighted, without_bad
+from halfsilver.privacy.gradients.book.outer import gram_norms, joined, lengths_from, weighted, without_bad
 
-# Numbers of Gram matrices that may exist at once.
-_LARGEST = 2**22
+# Numbers of Gram matrices that may exist at once, and examples that are converted to float64 at once.
+_LARGEST, _EXAMPLES = 2**22, 64
 
 
 def gram_is_small(products: Products) -> bool:
@@ -32,6 +32,7 @@ def _numbers(products: Products) -> int:
 class Gram:
     """Norms as sum_st <g_s, g_t> <a_s, a_t> over positions s, t, and the sum as one weight gradient of weighted g.
 
+    In float64, for the terms of a row may be far longer than their sum.
     <a_s, a_t> is the sum over taps of <x_(s + tap), x_(t + tap)>: blocks of one Gram matrix, that of the raw input.
     """
 
@@ -44,20 +45,21 @@ class Gram:
 
     def norms(self) -> SquaredNorms:
         size = max(1, _LARGEST // _numbers(self._products))
-        parts = [_norms(self._products.part(block)) for block in row_blocks(len(self._products.x), size)]
-        squared, slack = (torch.cat(side).view(self._examples, -1).sum(1) for side in zip(*parts, strict=True))
-        return SquaredNorms(squared, slack)
+        found = joined([_norms(self._products.part(block)) for block in row_blocks(len(self._products.x), size)])
+        assert found.terms is not None
+        sides = (side.view(self._examples, -1).sum(1) for side in (found.squared, found.slack, found.terms))
+        return SquaredNorms(*sides, steps=found.steps)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:
         """Always over all rows, for the library plans its kernels by shape; rows of padding have weight zero."""
         x, g = self._products.x, self._products.g
         x, g = (t.reshape(self._examples, -1, *t.shape[2:]) for t in (x, g))
         weights = torch.cat([weights, weights.new_zeros(self._examples - len(weights))])
-        x, g = without_bad(x, weights), weighted(g, weights)
         shape = (g.shape[1], self._products.x.shape[1], *self._products.geometry.kernel)
-        blocks = row_blocks(self._examples, summable_rows(x.dtype) // 2)
-        parts = [weight_gradient(x[block], g[block], shape, self._products.geometry) for block in blocks]
-        total = parts[0] if len(parts) == 1 else torch.stack([part.double() for part in parts]).sum(0)
+        total = g.new_zeros(shape, dtype=torch.float64)
+        for block in row_blocks(self._examples, _EXAMPLES):
+            seen, at = without_bad(x[block].double(), weights[block]), weighted(g[block].double(), weights[block])
+            total += weight_gradient(seen, at, shape, self._products.geometry)
         return total.reshape(self._shape)
 
     def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
@@ -67,9 +69,8 @@ class Gram:
         return columns(part).reshape(stop - start, *self._shape)
 
 
-def _norms(products: Products) -> tuple[Tensor, Tensor]:
-    """Squared norms and slack of these rows."""
-    x, g, geometry = products.x.flatten(2), products.g.flatten(2), products.geometry
+def _norms(products: Products) -> SquaredNorms:
+    x, g, geometry = products.x.flatten(2).double(), products.g.flatten(2).double(), products.geometry
     (height, width), (down, across) = products.x.shape[2:], products.g.shape[2:]
     left, right = g.mT @ g, (x.mT @ x).view(-1, height, width, height, width)
     right = _over_taps(right, 2, across, geometry)
@@ -77,8 +78,7 @@ def _norms(products: Products) -> tuple[Tensor, Tensor]:
     entries = g.shape[1] * x.shape[1] * geometry.taps
     diagonals = [gram.diagonal(dim1=1, dim2=2) for gram in (left, right)]
     of_g, of_x = (lengths_from(squares, squares.dtype, entries) for squares in diagonals)
-    squared = right.mul_(left).flatten(1).sum(1, dtype=torch.float64).clamp_(min=0.0)
-    return squared, gram_slack(of_g, of_x, g.dtype, entries)
+    return gram_norms(right.mul_(left).flatten(1).sum(1), of_g, of_x, entries)
 
 
 def _over_taps(gram: Tensor, dim: int, size: int, geometry: Geometry) -> Tensor:

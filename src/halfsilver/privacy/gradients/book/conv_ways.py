@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfsilver.privacy.gradients.base import row_norms, summable_rows
+from halfsilver.privacy.gradients.base import Adding, row_norms, weighted_rows
 from halfsilver.privacy.gradients.book.contributions import SquaredNorms
 
 # Numbers of one unfolded input: small enough to stay in a core's cache, and for malloc to use the memory again.
@@ -140,15 +140,9 @@ class Reordered:
         squared = row_norms([self._parts.flatten(0, 1)]).square().view(-1, self.rows).sum(0)
         return SquaredNorms(squared, torch.zeros_like(squared))
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Sums over at most `summable_rows` in the dtype of the parts, over more of them in float64."""
-        parts, size = self._parts[:, : len(weights)], summable_rows(self._parts.dtype)
-        if not weights.all():
-            parts = torch.where(weights[:, None] != 0, parts, 0.0)
-        weights = weights.to(parts.dtype)
-        sums = [torch.matmul(weights[block], parts[:, block]) for block in row_blocks(len(weights), size)]
-        total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0, dtype=torch.float64)
-        return self._restore(total[:, None])[0]
+    def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:
+        sums = [weighted_rows(weights, part[: len(weights)], adding) for part in self._parts]
+        return self._restore(torch.stack(sums)[:, None])[0]
 
     def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
         return self._restore(self._parts[:, chosen].to(dtype))

@@ -1,7 +1,8 @@
 """Gradients that are sums over time of outer products: G_i = sum_t l_it r_it^T.
 
 This is what a linear layer, an embedding and the matrices of recurrent layers have in common. Norms come from the
-T x T Gram matrices of the factors, sum_st <l_s, l_t> <r_s, r_t>, and the weighted sum is one matrix product.
+T x T Gram matrices of the factors, sum_st <l_s, l_t> <r_s, r_t>, and the weighted sum is one matrix product. Both are
+in float64: the terms of a row may be far longer than their sum, and float32 would round by their length.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from halfsilver.privacy.gradients.base import at_least_float32, row_norms, summable_rows
+from halfsilver.privacy.gradients.base import Adding, at_least_float32, row_norms
 from halfsilver.privacy.gradients.book.contributions import Contribution, Materialised, SquaredNorms
 from halfsilver.privacy.gradients.book.tune import fastest
 
-# Rounding of a Gram norm, in units of eps (sum_t |l_t| |r_t|)^2, for inner products of at most so many numbers.
-_ROUNDING_FACTOR, _LONGEST = 16.0, 1024
+# Width of factors, and number of terms, that are converted to float64 at once.
+_WIDTH, _TERMS = 1024, 512
 # Numbers of one Gram matrix, or of materialised gradients, that may exist at once: 256 MB in float32.
 _LARGEST = 2**26
 
@@ -78,28 +79,25 @@ class Outer:
         squared = torch.stack(lengths).square().prod(0)
         return SquaredNorms(squared, torch.zeros_like(squared))
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        size = max(1, summable_rows(self.right.dtype) // (1 if self.right.shape[1] == 1 else 2))
-        blocks = [slice(i, min(i + size, len(weights))) for i in range(0, len(weights), size)]
-        if len(blocks) == 1:
-            return self._block(blocks[0], weights).reshape(self.shape)
-        total = torch.zeros(self.shape, dtype=torch.float64, device=self.right.device)
-        for block in blocks:
-            total += self._block(block, weights[block]).reshape(self.shape)
-        return total
+    def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:
+        width = self.left.size if isinstance(self.left, OneHot) else self.left.shape[2]
+        total = self.right.new_zeros((width, self.right.shape[2]), dtype=torch.float64)
+        size = max(1, _TERMS // max(1, self.right.shape[1]))
+        for i in range(0, len(weights), size):
+            self._add(total, slice(i, min(i + size, len(weights))), weights[i : i + size])
+        return total.reshape(self.shape)
 
-    def _block(self, chosen: slice, weights: Tensor) -> Tensor:
-        left, right = self.left, self.right[chosen]
+    def _add(self, total: Tensor, chosen: slice, weights: Tensor) -> None:
+        left, right = self.left, self.right[chosen].double()
         if isinstance(left, OneHot):
-            # In float64: an entry may be added to once a token, where a matrix product adds in blocks.
-            out = right.new_zeros((left.size, right.shape[2]), dtype=torch.float64)
-            return out.index_add_(0, left.index[chosen].flatten(), weighted(right.double(), weights).flatten(0, 1))
-        left = left[chosen]
+            total.index_add_(0, left.index[chosen].flatten(), weighted(right, weights).flatten(0, 1))
+            return
+        left = left[chosen].double()
         if left.shape[2] < right.shape[2]:  # weigh the smaller factor, but take bad rows out of both
             left, right = weighted(left, weights), without_bad(right, weights)
         else:
             left, right = without_bad(left, weights), weighted(right, weights)
-        return left.flatten(0, 1).T @ right.flatten(0, 1)
+        total.addmm_(left.flatten(0, 1).T, right.flatten(0, 1))
 
     def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
         right = self.right[chosen].to(dtype)
@@ -128,7 +126,7 @@ def _fastest(factors: Outer) -> Contribution:
     left, right, entries = factors.left, factors.right, math.prod(factors.shape)
     rows, steps, width = right.shape
     ways: dict[str, Callable[[], Contribution]] = {"gram": lambda: factors}
-    if steps > 1 and isinstance(left, Tensor) and rows * entries <= _LARGEST // 4:
+    if steps > 1 and isinstance(left, Tensor) and rows * entries <= _LARGEST // 2:
         ways["multiply"] = lambda: Materialised(factors.gradients(slice(None), right.dtype))
         if rows * steps**2 > _LARGEST or steps * (left.shape[2] + width) > entries:
             ways = dict(reversed(ways.items()))
@@ -149,8 +147,8 @@ class OuterSum:
     def norms(self) -> SquaredNorms:
         return _norms_of(self._parts)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        return torch.stack([part.weighted_sum(weights) for part in self._parts]).sum(0)
+    def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:
+        return torch.stack([part.weighted_sum(weights, adding) for part in self._parts]).sum(0)
 
     def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
         return torch.stack([part.gradients(chosen, dtype) for part in self._parts]).sum(0)
@@ -164,7 +162,7 @@ def _norms_of(parts: Sequence[Outer]) -> SquaredNorms:
         return _norms_of_block(parts)
     blocks = [slice(i, i + size) for i in range(0, rows, size)]
     found = [_norms_of_block([part.of_rows(block) for part in parts]) for block in blocks]
-    return SquaredNorms(torch.cat([n.squared for n in found]), torch.cat([n.slack for n in found]))
+    return joined(found)
 
 
 def _norms_of_block(parts: Sequence[Outer]) -> SquaredNorms:
@@ -174,13 +172,18 @@ def _norms_of_block(parts: Sequence[Outer]) -> SquaredNorms:
         for other in parts[: i + 1]:
             left, right = _left_gram(one, other), _inner_products(one.right, other.right)
             same = one is other
-            squared.append((left * right).sum((1, 2), dtype=torch.float64) * (1 if same else 2))
+            squared.append((left * right).sum((1, 2)) * (1 if same else 2))
             if same:
                 diagonals = [gram.diagonal(dim1=1, dim2=2) for gram in (left, right)]
-                lengths.append([lengths_from(squares, one.right.dtype, entries) for squares in diagonals])
+                lengths.append([lengths_from(squares, torch.float64, entries) for squares in diagonals])
     lefts, rights = (torch.cat(side, dim=1) for side in zip(*lengths, strict=True))
-    slack = gram_slack(lefts, rights, parts[0].right.dtype, entries)
-    return SquaredNorms(torch.stack(squared).sum(0).clamp_(min=0.0), slack)
+    return gram_norms(torch.stack(squared).sum(0), lefts, rights, entries)
+
+
+def joined(found: Sequence[SquaredNorms]) -> SquaredNorms:
+    """Norms of all rows, of those of one block after the other."""
+    squared, slack = torch.cat([n.squared for n in found]), torch.cat([n.slack for n in found])
+    return SquaredNorms(squared, slack, torch.cat([n.terms for n in found if n.terms is not None]), found[0].steps)
 
 
 def _left_gram(one: Outer, other: Outer) -> Tensor:
@@ -189,21 +192,22 @@ def _left_gram(one: Outer, other: Outer) -> Tensor:
         return one.shared.gram
     a, b = one.left, other.left
     if isinstance(a, OneHot) and isinstance(b, OneHot):
-        return (a.index[:, :, None] == b.index[:, None, :]).to(one.right.dtype)
+        return (a.index[:, :, None] == b.index[:, None, :]).double()
     if isinstance(a, OneHot):
         return _left_gram(other, one).mT
     if isinstance(b, OneHot):
-        return a.gather(2, b.index[:, None, :].expand(-1, a.shape[1], -1))
+        return a.gather(2, b.index[:, None, :].expand(-1, a.shape[1], -1)).double()
     return _inner_products(a, b)
 
 
 def _inner_products(a: Tensor, b: Tensor) -> Tensor:
-    """<a_s, b_t> for all s, t; long ones in parts that are added in float64, for their rounding grows with length."""
-    width = a.shape[2]
-    if width <= _LONGEST:
-        return a @ b.mT
-    parts = [slice(i, i + _LONGEST) for i in range(0, width, _LONGEST)]
-    return torch.stack([(a[:, :, part] @ b[:, :, part].mT).double() for part in parts]).sum(0)
+    """<a_s, b_t> for all s, t, in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    for i in range(0, a.shape[2], _WIDTH):
+        part = a[:, :, i : i + _WIDTH].double()
+        other = part if a is b else b[:, :, i : i + _WIDTH].double()
+        total = part @ other.mT if i == 0 else total.baddbmm_(part, other.mT)
+    return total
 
 
 def lengths_from(squares: Tensor, dtype: torch.dtype, entries: int) -> Tensor:
@@ -211,11 +215,22 @@ def lengths_from(squares: Tensor, dtype: torch.dtype, entries: int) -> Tensor:
     return (squares.double() + entries * torch.finfo(dtype).tiny).sqrt()
 
 
-def gram_slack(left: Tensor, right: Tensor, dtype: torch.dtype, entries: int) -> Tensor:
-    """What rounding and underflow can take from a Gram norm, given the lengths of all factors."""
-    rounding = _ROUNDING_FACTOR * torch.finfo(dtype).eps * (left * right).sum(1).square()
-    lost = left.sum(1).square() + right.sum(1).square() + left.shape[1] ** 2
-    return rounding + entries * torch.finfo(dtype).tiny * lost
+def gram_norms(squared: Tensor, left: Tensor, right: Tensor, entries: int) -> SquaredNorms:
+    """What Gram matrices came to, given the lengths of all factors, [rows, terms] each."""
+    terms = (left * right).sum(1).square()
+    return SquaredNorms(squared.clamp_(min=0.0), gram_slack(left, right, entries), terms, left.shape[1])
+
+
+def gram_slack(left: Tensor, right: Tensor, entries: int) -> Tensor:
+    """What rounding and underflow can take from a Gram norm.
+
+    Inner products of p and of q numbers, their product, and the sum of T^2 of these: each term is off by at most
+    p + q + T^2 roundings, and the lengths of all terms are (sum_t |l_t| |r_t|)^2 together.
+    """
+    steps, kind = left.shape[1], torch.finfo(torch.float64)
+    rounding = (entries + steps**2 + 8) * kind.eps * (left * right).sum(1).square()
+    lost = left.sum(1).square() + right.sum(1).square() + steps**2
+    return rounding + entries * kind.tiny * lost
 
 
 def weighted(t: Tensor, weights: Tensor) -> Tensor:

@@ -8,37 +8,37 @@ from typing import Any
 
 import torch
 
-from halfsilver.privacy.gradients.base import clock
+from halfsilver.privacy.gradients.base import Adding, clock
 from halfsilver.privacy.gradients.book.contributions import Contribution
 
 _ROUNDS = 5
 _choices: dict[tuple[Any, ...], str] = {}
-_measuring = False
+_measuring: Adding | None = None
 
 
 @contextmanager
-def tuning() -> Iterator[None]:
+def tuning(adding: Adding) -> Iterator[None]:
     """Measure shapes that are met in this block. Only ever around made-up rows: private timing must decide nothing."""
     global _measuring
-    _measuring = True
+    _measuring = adding
     try:
         yield
     finally:
-        _measuring = False
+        _measuring = None
 
 
 def fastest(key: tuple[Any, ...], ways: Mapping[str, Callable[[], Contribution]]) -> Contribution:
     """The contribution made in the way that was fastest for `key`; in the first way while nothing was measured."""
     key = (*key, tuple(ways), torch.get_num_threads())
     if _measuring and key not in _choices and len(ways) > 1:
-        rounds = [{name: _seconds(make) for name, make in ways.items()} for _ in range(_ROUNDS)]
+        rounds = [{name: _seconds(make, _measuring) for name, make in ways.items()} for _ in range(_ROUNDS)]
         _choices[key] = min(ways, key=lambda name: min(times[name] for times in rounds))
     return ways[_choices.get(key, next(iter(ways)))]()
 
 
-def _seconds(make: Callable[[], Contribution]) -> float:
+def _seconds(make: Callable[[], Contribution], adding: Adding) -> float:
     started = clock()
     contribution = make()
     contribution.norms()
-    contribution.weighted_sum(torch.full((contribution.rows,), 0.5, dtype=torch.float64))
+    contribution.weighted_sum(torch.full((contribution.rows,), 0.5, dtype=torch.float64), adding)
     return clock() - started
