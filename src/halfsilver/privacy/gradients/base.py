@@ -59,8 +59,9 @@ class ClippedSum:
 class Adding:
     """How the rows of one sum are added up, over all the calls that it takes.
 
-    `rows` is a public bound on how many are added up in blocks of float32. Rows beyond it, if there are, come with
-    ``exact=True``: in float64 all the way, and clipped as the others.
+    `rows` is a public bound on how many are added up in the usual way. Rows beyond it, if there are, come with
+    ``exact=True``: each by itself and in float64 all the way, but clipped as the others. Of sums that have more than
+    `rows` *and* more than 2^18 rows, rounding in float64 is not paid for in full: 10^-5 C at 2^18, and as the square.
 
     Why a bound is needed: one more record moves all later ones by a place, so that other rows meet in a block, and all
     blocks round anew. Let c_i be the clipped gradient of row i, a function of that row alone with |c_i| <= C', and let
@@ -70,8 +71,8 @@ class Adding:
 
     - blocks of m rows in float32 are off by m (m + 6) / 2 u C' each, N rows in such blocks by N (m + 6) / 2 u C';
     - N rows in float64, the sums of those blocks included, by N (N + 1) / 2 u' C', with u' = 2^-53;
-    - where a row is a sum of terms that are added up in float64 together with those of other rows, by n u' times the
-      length of all terms, with n additions between a term and the total. `share_of_terms` keeps that length bounded.
+    - N rows that are sums of terms, added up in float64 together with those of other rows, by n u' times the length
+      of all terms, with n additions between a term and the total. `share_of_terms` keeps that length bounded.
 
     `margin` is twice the sum of these, for two neighbours, and how inexact norms are. So C' (1 + margin) <= C.
     """

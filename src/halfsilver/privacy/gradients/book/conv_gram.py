@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfsilver.privacy.gradients.base import Adding
-from halfsilver.privacy.gradients.book.contributions import SquaredNorms
+from halfsilver.privacy.gradients.book.contributions import SquaredNorms, one_by_one
 from halfsilver.privacy.gradients.book.conv_ways import Geometry, Products, columns, row_blocks, weight_gradient
 from halfsilver.privacy.gradients.book.outer import gram_norms, joined, lengths_from, weighted, without_bad
 
@@ -52,6 +52,8 @@ class Gram:
 
     def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:
         """Always over all rows, for the library plans its kernels by shape; rows of padding have weight zero."""
+        if adding.exact:
+            return one_by_one(self, weights)
         x, g = self._products.x, self._products.g
         x, g = (t.reshape(self._examples, -1, *t.shape[2:]) for t in (x, g))
         weights = torch.cat([weights, weights.new_zeros(self._examples - len(weights))])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfsilver.privacy.gradients.base import Adding, at_least_float32, row_norms
-from halfsilver.privacy.gradients.book.contributions import Contribution, Materialised, SquaredNorms
+from halfsilver.privacy.gradients.book.contributions import Contribution, Materialised, SquaredNorms, one_by_one
 from halfsilver.privacy.gradients.book.tune import fastest
 
 # Width of factors, and number of terms, that are converted to float64 at once.
@@ -80,6 +80,8 @@ class Outer:
         return SquaredNorms(squared, torch.zeros_like(squared))
 
     def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:
+        if adding.exact and self.right.shape[1] > 1:
+            return one_by_one(self, weights)
         width = self.left.size if isinstance(self.left, OneHot) else self.left.shape[2]
         total = self.right.new_zeros((width, self.right.shape[2]), dtype=torch.float64)
         size = max(1, _TERMS // max(1, self.right.shape[1]))
@@ -148,6 +150,8 @@ class OuterSum:
         return _norms_of(self._parts)
 
     def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:
+        if adding.exact:
+            return one_by_one(self, weights)
         return torch.stack([part.weighted_sum(weights, adding) for part in self._parts]).sum(0)
 
     def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
