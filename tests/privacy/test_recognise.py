@@ -149,8 +149,8 @@ def test_evaluation_before_and_after(tmp_path: Path) -> None:
 
 
 def test_studies(tmp_path: Path) -> None:
-    halves = {"private": (X[:20], Y[:20]), "public": (X[20:], Y[20:]), "test": (X[20:], Y[20:])}
-    about = {"epsilon": 1.0, "delta": 1e-5, "population": 20, "batch_size": 5, "epochs": 1.0, "out": tmp_path}
+    halves: Any = {"private": (X[:20], Y[:20]), "public": (X[20:], Y[20:]), "test": (X[20:], Y[20:])}
+    about: Any = {"epsilon": 1.0, "delta": 1e-5, "population": 20, "batch_size": 5, "epochs": 1.0, "out": tmp_path}
     for name in ("public", "test"):
         with pytest.raises(ConfigError, match=name):
             hs.compare(lambda: nn.Linear(3, 2), losses, **{**halves, name: (X[:5], Y[:5])}, **about)

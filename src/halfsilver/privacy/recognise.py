@@ -53,7 +53,7 @@ def _meet(a: _Some | list[Array], b: _Some | list[Array]) -> bool:
 
 def _overlap(a: Array, b: Array) -> bool:
     try:
-        return bool(np.shares_memory(a, b, max_work=_MOST_WORK))
+        return bool(np.shares_memory(a, b, _MOST_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
