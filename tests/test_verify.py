@@ -282,9 +282,10 @@ def test_runs_side_by_side_are_counted_as_far_as_they_had_come(tmp_path: Path) -
     run_at(run, ledger=tmp_path / "ledger", callbacks=[others_spend], checkpoint_seconds=0.0)
     ledger.intend("other", 4)
     steps = {name: epsilon_of([plan.count(k)], 1e-5, "pld") for name, k in (("start", 4), ("finish", 19))}
-    shutil.copy(tmp_path / "ledger", tmp_path / "ended")
     assert total_in(run)["epsilon"] == steps["finish"]
     assert total_in(tmp_path / "half way")["epsilon"] == steps["start"]
+    with pytest.raises(CheckpointCorrupt, match="the run ended with updates=12"):
+        verify(tmp_path / "half way")
     assert verify(run)["all_runs_now"]["epsilon"] == epsilon_of([plan.count(23)], 1e-5, "pld")
     for epsilon in (steps["start"], 0.999 * steps["finish"]):
         with pytest.raises(CheckpointCorrupt, match="all_runs_on_this_data"):

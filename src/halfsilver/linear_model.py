@@ -161,12 +161,13 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             expected_batch_size=1.0,
         )
         sigma = paid.noise_multiplier
-        options = {"before_steps": self.steps, "unsafe_seed": self.unsafe_seed}
-        rows = float(self.n_private or noisy_count(private, sigma, ledger, **options))
+        rows = self.n_private or noisy_count(
+            private, sigma, ledger, before_steps=self.steps, unsafe_seed=self.unsafe_seed
+        )
         return PrivacyPlan(
             steps=self.steps,
             sampling_rate=1.0,
-            expected_batch_size=max(rows, 1.0),
+            expected_batch_size=max(float(rows), 1.0),
             noise_multiplier=sigma,
             max_grad_norm=self.max_grad_norm or public.typical_gradient_norm() / 2,
         )

@@ -85,8 +85,8 @@ def total_of(
 ) -> dict[str, Any]:
     """The same when the ledger held these steps and its first `runs` runs.
 
-    The reading is an odometer's (see `total_epsilon`). With a budget, `composition` is "filter": the budget holds for
-    all that is ever granted, even where plans were chosen after outputs had been seen.
+    The reading is an odometer's (see `total_accountant`). With a budget, `composition` is "filter": the budget holds
+    for all that is ever granted, even where plans were chosen after outputs had been seen.
     """
     accountant = accountant or total_accountant(counts)
     total = {

@@ -215,6 +215,7 @@ def test_an_old_ledger_beyond_the_rule_opens_and_grants_nothing_more(tmp_path: P
     lines = [decode(line) for line in path.read_bytes().splitlines(keepends=True)]
     lines[0]["budget"] = {"epsilon": free.spent(DELTA), "delta": DELTA}
     path.write_bytes(b"".join(rechained(lines)))
+    path.with_name("ledger.head").unlink()
     ledger = Ledger.open(path)
     assert ledger.spent() == ledger.budget.epsilon  # type: ignore[union-attr]
     with pytest.raises(BudgetExceeded):

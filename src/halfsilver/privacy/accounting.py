@@ -74,17 +74,13 @@ def epsilon_of(
 
 
 def total_accountant(counts: Sequence[MechanismCount]) -> Accountant:
-    """PLD while there is one mechanism; RDP once there are several."""
-    return "pld" if len(merged(counts)) <= 1 else "rdp"
+    """The accountant of a data set's odometer: PLD while there is one mechanism, RDP once there are several.
 
-
-def total_epsilon(counts: Sequence[MechanismCount], delta: float) -> float:
-    """The odometer of a data set: epsilon at `delta` of the steps so far, as if they had been fixed beforehand.
-
-    That is a guarantee if which runs to make, and how long, did not depend on outputs. If it did, the reading is no
-    bound at this delta (Rogers, Roth, Ullman and Vadhan 2016, arXiv:1605.08294): a budget is, whatever was chosen.
+    Its reading is the epsilon of the steps so far as if they had been fixed beforehand. That is a guarantee if which
+    runs to make, and how long, did not depend on outputs. If it did, the reading is too small to be one (Rogers, Roth,
+    Ullman and Vadhan 2016, arXiv:1605.08294); what holds then is a budget.
     """
-    return epsilon_of(counts, delta, total_accountant(counts))
+    return "pld" if len(merged(counts)) <= 1 else "rdp"
 
 
 def rdp_at(mechanism: MechanismCount, order: int) -> float:

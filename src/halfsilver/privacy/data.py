@@ -222,7 +222,8 @@ def _checked(key: Any) -> Any:
     if isinstance(key, tuple):
         return tuple(map(_checked, key))
     _require_keys(key is not None and not (isinstance(key, str | bytes) and not key) and _equals_itself(key))
-    if isinstance(key, Tensor) or type(key).__hash__ in (None, object.__hash__):
+    hashed: Any = type(key).__hash__
+    if isinstance(key, Tensor) or hashed is None or hashed is object.__hash__:
         raise PrivateDataError(
             f"Expected keys of users that compare by value, such as text or whole numbers, not {type(key).__name__}: "
             "rows of one person would count as several people's. A column of a tensor can be given as it is."
