@@ -165,7 +165,7 @@ def table(path: Path, header: list[str], rows: list[list[Any]], separator: str =
 
 def people(n: int, seed: int) -> list[list[Any]]:
     rng = np.random.default_rng(seed)
-    return [[f"Name, {i}", int(rng.integers(18, 90)), float(rng.normal()), f"+{rng.integers(1e9)}"] for i in range(n)]
+    return [[f"Name, {i}", int(rng.integers(18, 90)), float(rng.normal()), f"+{rng.integers(10**9)}"] for i in range(n)]
 
 
 COLUMNS = ["name", "age", "score", "phone"]
