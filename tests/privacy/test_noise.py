@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-import mpmath  # type: ignore[import-untyped]
+import mpmath
 import numpy as np
 import pytest
 import torch

@@ -146,7 +146,7 @@ def test_neighbours_are_clipped_alike() -> None:
     """How many rows there are must not decide how short each of them is clipped."""
     rows = torch.randn(700, WIDTH)
     for clip in (1e-3, 1.0):
-        apart = [clip_and_sum([part], clip).tensors[0] for part in rows.split([1, 511, 188])]
+        apart = [clip_and_sum([part], clip).tensors[0] for part in torch.split(rows, [1, 511, 188])]
         torch.testing.assert_close(torch.stack(apart).sum(0), clip_and_sum([rows], clip).tensors[0], rtol=0, atol=1e-5)
     plan = Adding.of(500, 0.01)
     beyond = Adding(rows=plan.rows, exact=True)

@@ -47,8 +47,8 @@ class Gram:
         size = max(1, _LARGEST // _numbers(self._products))
         found = joined([_norms(self._products.part(block)) for block in row_blocks(len(self._products.x), size)])
         assert found.terms is not None
-        sides = (side.view(self._examples, -1).sum(1) for side in (found.squared, found.slack, found.terms))
-        return SquaredNorms(*sides, steps=found.steps)
+        squared, slack, terms = (t.view(self._examples, -1).sum(1) for t in (found.squared, found.slack, found.terms))
+        return SquaredNorms(squared, slack, terms, found.steps)
 
     def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:
         """Always over all rows, for the library plans its kernels by shape; rows of padding have weight zero."""
