@@ -21,6 +21,7 @@ from halfsilver.trainer import StepReport
 SHARED = {
     "halfsilver.errors",
     "halfsilver._tensors",
+    "halfsilver._filters",
     "halfsilver._random",
     "halfsilver._os",
     "halfsilver._distributed",

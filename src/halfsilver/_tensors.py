@@ -7,7 +7,6 @@ that are sharded or lie on several devices.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfsilver._distributed import World
+from halfsilver._filters import warning_filter, warning_filters
 from halfsilver._sharded import is_sharded, local
 from halfsilver.errors import ConfigError
 
@@ -121,8 +121,7 @@ def one_loss_each(losses: Any, batch: Batch) -> Tensor:
 
 def csr_tensor(starts: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     """A sparse CSR tensor from parts that are known to be valid, without torch's remark that these are in beta."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
+    with warning_filters(warning_filter("ignore", "Sparse CSR tensor support is in beta", UserWarning)):
         return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
 
 

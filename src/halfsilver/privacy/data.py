@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from halfsilver._tensors import Batch, batch_rows, take_rows
 from halfsilver.errors import PrivateDataError
 from halfsilver.privacy.recognise import shares_rows
-from halfsilver.privacy.schema import Schema, plain
+from halfsilver.privacy.schema import Schema, plain, require_plain
+from halfsilver.privacy.silence import silent
 
 Indices = Tensor | slice
 Keys = Sequence[Any] | Tensor | np.ndarray[Any, Any]
@@ -34,8 +35,9 @@ class PrivateData:
     spellings of a name are two people, and a record without a key is refused. `example` is one made-up record that
     shows the shapes and dtypes; it is needed where neither tensors nor a public data set show them.
 
-    A record that cannot be read, or that does not have the shape of the example, contributes nothing, as a NaN record
-    does: an error about it would tell that it is there. Use `inspect_not_private` to find such records.
+    A record that cannot be read (whatever it raises but `KeyboardInterrupt`), or that does not have the shape of the
+    example, or is not of dense, real numbers, contributes nothing, as a NaN record does: an error about it would tell
+    that it is there. Use `inspect_not_private` to find such records.
     """
 
     __slots__ = ("__example", "__given", "__records", "__users")
@@ -169,15 +171,16 @@ class _DatasetRecords:
         return schema.stack([r for i in wanted if (r := self._read(i, schema)) is not None])
 
     def _read(self, index: int, schema: Schema) -> list[Tensor] | None:
-        try:
+        with silent():  # whatever a record raises depends on private values: the record is left out
             return schema.conform(self.dataset[index])
-        except Exception:  # whatever a record raises depends on private values: the record is left out, silently
-            return None
+        return None
 
     def problem(self, index: int, schema: Schema) -> str:
         try:
             schema.conform(self.dataset[index])
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as in `silent`
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -259,9 +262,11 @@ def _as_records(records: Any) -> Records:
             "Poisson sampling needs rows by index; an IterableDataset has none. Pass a map-style set."
         )
     if isinstance(records, TensorDataset):
+        require_plain(records.tensors)
         return _TensorRecords(records.tensors)
     leaves = pytree.tree_leaves(records) if isinstance(records, Tensor | tuple | dict) else []
     if leaves and all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        require_plain(records)
         if len({len(leaf) for leaf in leaves}) != 1:
             raise PrivateDataError("The tensors of a private data set must have the same number of rows.")
         return _TensorRecords(plain(records))

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfsilver._tensors import Batch, as_column
-from halfsilver.errors import ConfigError
+from halfsilver.errors import ConfigError, PrivateDataError
+
+_NAMES = hasattr(Tensor, "names")  # of dimensions, which newer versions of torch have no more
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,16 +45,14 @@ class Schema:
         return list(example) if isinstance(example, dict) else None
 
     def conform(self, record: Any) -> list[Tensor]:
-        """The record's tensors in the schema's dtypes; ValueError where structure or shape differ."""
+        """The record's tensors, plain and in the schema's dtypes; ValueError where structure, shape or kind differ."""
         leaves, structure = _flatten(record)
         if structure != self.structure:
             raise ValueError("structure")
-        tensors = [torch.as_tensor(x).to(like.dtype) for x, like in zip(leaves, self.leaves, strict=True)]
-        if any(t.shape != like.shape for t, like in zip(tensors, self.leaves, strict=True)):
-            raise ValueError("shape")
-        return tensors
+        return [_conforming(torch.as_tensor(x), like) for x, like in zip(leaves, self.leaves, strict=True)]
 
     def stack(self, records: Sequence[list[Tensor]]) -> Batch:
+        """Records that conform; so alike are their tensors then that it cannot fail."""
         columns = [
             torch.stack([r[k] for r in records]) if records else like.new_empty((0, *like.shape))
             for k, like in enumerate(self.leaves)
@@ -77,14 +77,50 @@ def _vary(leaf: Tensor, rows: int, generator: torch.Generator) -> Tensor:
     return leaf.expand(shape).clone()
 
 
+def oddity(t: Tensor) -> str:
+    """What keeps a tensor from being dense, real numbers without names of dimensions; "" for one that is."""
+    if t.is_nested:  # which may call itself strided, and has no shape
+        return "nested"
+    if t.layout != torch.strided:
+        return "sparse"
+    if _NAMES and any(getattr(t, "names", ())):
+        return "named"
+    return "meta" if t.is_meta else "quantized" if t.is_quantized else "complex" if t.is_complex() else ""
+
+
+def _conforming(t: Tensor, like: Tensor) -> Tensor:
+    if odd := oddity(t):
+        raise ValueError(odd)
+    if t.shape != like.shape:
+        raise ValueError("shape")
+    if type(t) is Tensor:
+        return (t.detach() if t.requires_grad else t).to(like.device, like.dtype)
+    copy = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    copy.copy_(t.detach())  # because the class of `t` may do as it likes when it is stacked
+    return copy
+
+
+def require_plain(columns: Batch) -> None:
+    """Columns of private data have to be dense and real. Like their shapes, that belongs to the table and to no row."""
+    for path, t in pytree.tree_flatten_with_path(columns)[0]:
+        if isinstance(t, Tensor) and (odd := oddity(t)):
+            raise PrivateDataError(
+                f"Expected private columns as dense tensors of real numbers, but column{pytree.keystr(path)} is {odd}. "
+                "Give it as a dense tensor (to_dense, dequantize), complex numbers as two of real ones (view_as_real)."
+            )
+
+
 def _made_up(leaf: Any, place: str) -> Tensor:
     try:
-        return torch.as_tensor(leaf)
+        made = torch.as_tensor(leaf)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"Expected numbers in record{place}, got {type(leaf).__name__}. Turn it into numbers, or leave it out (of "
             "Hugging Face's data sets by select_columns), on the private side as well as on the public one."
         ) from error
+    if odd := oddity(made):
+        raise ConfigError(f"Expected a dense tensor of real numbers in record{place}, got a {odd} one.")
+    return made
 
 
 def _flatten(record: Any) -> tuple[list[Any], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -10,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from halfsilver._filters import warning_filter, warning_filters
 from halfsilver._tensors import Batch, LossFn, Tensors, trainable
 from halfsilver.errors import MissingExtra, UnsupportedLayer
 from halfsilver.privacy.gradients.base import Adding, ClippedSum, clip_and_sum
@@ -62,9 +62,10 @@ def quiet() -> Iterator[None]:
 
     Its remark on a missing batching rule becomes an error, which the check on made-up examples meets first.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
-        warnings.filterwarnings("error", message="There is a performance drop", category=UserWarning)
+    with warning_filters(
+        warning_filter("ignore", "Full backward hook is firing", UserWarning),
+        warning_filter("error", "There is a performance drop", UserWarning),
+    ):
         yield
 
 

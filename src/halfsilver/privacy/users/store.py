@@ -9,6 +9,7 @@ from typing import NoReturn, Protocol, final
 from halfsilver._tensors import Batch, batch_rows, take_rows
 from halfsilver.errors import PrivateDataError
 from halfsilver.privacy.data import Keys, _Users
+from halfsilver.privacy.schema import require_plain
 
 
 class UserStore(Protocol):
@@ -64,6 +65,7 @@ class TensorUsers:
     __slots__ = ("__columns", "__users")
 
     def __init__(self, columns: Batch, *, users: Keys) -> None:
+        require_plain(columns)
         if len(users) != batch_rows(columns):
             raise PrivateDataError("Expected one user key for each private row.")
         self.__columns = columns
