@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import halfsilver as hs
 from halfsilver.errors import BudgetExceeded, ConfigError
 from halfsilver.linear_model import MirrorLinearRegression
 from halfsilver.mirror import L2Ball
+from halfsilver.privacy.arrays import numbers
 from halfsilver.privacy.count import noisy_count
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients.linear import LinearModel, with_row_norms
@@ -56,6 +59,7 @@ EXPECTED_FAILURES = {
     "check_regressors_int": _NOISE,
     "check_fit_idempotent": _NOISE,
     "check_estimators_nan_inf": "a private row of NaN or infinity contributes nothing and raises nothing",
+    "check_dtype_object": "nor does a private row with something that is no number",
 }
 
 
@@ -136,6 +140,102 @@ def test_a_bad_private_row_changes_nothing(data: tuple[Rows, Rows, Rows], kind: 
         for c, d in ((x, y), (bad_x, bad_y))
     )
     np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+class Hostile:
+    """A value that ends the process when it is read as a number."""
+
+    def __float__(self) -> float:
+        raise SystemExit("HIV positive")
+
+
+def as_objects(values: np.ndarray) -> Any:
+    return values.astype(object)
+
+
+def as_frame(values: np.ndarray) -> Any:
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame(values) if values.ndim == 2 else pandas.Series(values)
+
+
+NO_NUMBERS = ["HIV positive", None, {"a": 1}, 3 + 4j, 10**309, Hostile()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(kind, value) for kind in (as_objects, as_frame, np.ndarray.tolist) for value in NO_NUMBERS]
+    + [(as_objects, [1.0, 2.0]), (as_frame, [1.0, 2.0])],  # in a list of lists it would be a row of another length
+    ids=lambda given: getattr(given, "__name__", type(given).__name__),
+)
+def test_a_private_value_that_is_no_number_is_nobodys_business(
+    data: tuple[Rows, Rows, Rows], kind: Any, value: Any
+) -> None:
+    """A row with it contributes nothing, and neither an error nor a warning quotes it."""
+    (x, y), (xp, yp), _ = data
+    options: dict[str, Any] = {"unsafe_seed": 3, "n_private": 300, "steps": 3}
+    wanted = MirrorLinearRegression(**options).fit(x[2:300], y[2:300], X_public=xp, y_public=yp).coef_
+    odd_x, odd_y = x[:300].astype(object), y[:300].astype(object)
+    odd_x[0, 3], odd_y[1] = value, value
+    found = MirrorLinearRegression(**options).fit(kind(odd_x), kind(odd_y), X_public=xp, y_public=yp)
+    np.testing.assert_allclose(found.coef_, wanted, atol=1e-6)
+
+
+def test_numbers_as_text_are_numbers(data: tuple[Rows, Rows, Rows]) -> None:
+    (x, y), (xp, yp), _ = data
+    options: dict[str, Any] = {"unsafe_seed": 3, "n_private": 300, "steps": 3}
+    wanted = MirrorLinearRegression(**options).fit(x[:300], y[:300], X_public=xp, y_public=yp).coef_
+    for kind in (str, bytes):
+        found = MirrorLinearRegression(**options).fit(
+            x[:300].astype(str).astype(kind), y[:300].astype(str).astype(kind), X_public=xp, y_public=yp
+        )
+        np.testing.assert_allclose(found.coef_, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1_000", " 1.5 ", "\uff11", b"2.5", True, Fraction(1, 3), Decimal("0.1"), np.float32(0.1), "inf", "x", None],
+)
+def test_no_row_decides_how_another_is_read(value: Any) -> None:
+    alone = numbers(np.array([value, 1.0], dtype=object), "y")
+    beside = numbers(np.array([value, "no number"], dtype=object), "y")
+    np.testing.assert_array_equal(alone[0], beside[0])
+
+
+@pytest.mark.parametrize("kind", [np.asarray, sparse.csr_matrix])
+def test_huge_private_numbers_set_off_no_warning(data: tuple[Rows, Rows, Rows], kind: Any) -> None:
+    (x, _), (xp, yp), _ = data
+    huge = x[:50].copy()
+    huge[0], huge[1, 2] = 1e308, -1e200
+    fitted = MirrorLinearRegression(steps=2, n_private=50).fit(kind(huge), np.full(50, 1e308), X_public=xp, y_public=yp)
+    assert np.isfinite(fitted.coef_).all()
+
+
+SECRET = 123.456789
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (np.full(5, SECRET), np.zeros(5)),
+        (np.full((5, 2, 2), SECRET), np.zeros(5)),
+        (np.full((5, 2), SECRET), np.full((5, 2), SECRET)),
+        (np.full((5, 2), SECRET), np.full(4, SECRET)),
+        (np.full((5, 2), SECRET + 1j), np.zeros(5)),
+        (np.full((5, 2), SECRET), np.full(5, SECRET + 1j)),
+        ([[SECRET, 1.0], [SECRET]], [0.0, 0.0]),
+        (SECRET, SECRET),
+        (str(SECRET), np.zeros(5)),
+        (np.full((5, 0), SECRET), np.zeros(5)),
+        (np.zeros((5, 2), dtype="datetime64[s]"), np.zeros(5)),
+        (sparse.csr_matrix(np.full((5, 2), SECRET + 1j)), np.zeros(5)),
+        ({"a": SECRET}, np.zeros(5)),
+    ],
+)
+def test_an_error_about_private_arrays_quotes_no_value(x: Any, y: Any) -> None:
+    with pytest.raises((ValueError, TypeError)) as found:
+        MirrorLinearRegression().fit(x, y, X_public=np.ones((3, 2)), y_public=np.ones(3))
+    chain = [found.value, found.value.__cause__, found.value.__context__]
+    assert not any("123.4" in str(error) for error in chain)
 
 
 def test_constraint(data: tuple[Rows, Rows, Rows]) -> None:
