@@ -32,12 +32,16 @@ from halfsilver.privacy.overlap import PublicCopies, as_private
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.releases import Releases
 from halfsilver.privacy.sampling import poisson_chunks
+from halfsilver.privacy.silence import silent
 
 # One durable ledger record covers about a second of steps, and at most a fiftieth of the plan: a kill loses no more.
 _BLOCK_SECONDS = 1.0
 _BLOCK_SHARE = 50
 
 Chunk = torch.Tensor | slice  # numbers of units
+
+# All batches have one shape, so that a lack of memory is no record's, and was met on made-up rows.
+_NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 # Records by which several ranks see whether they have the same data.
 _COMPARED = 64
@@ -309,13 +313,10 @@ class PrivateGradient:
 
         A write may have reached the other examples of the batch. By itself, the example that causes it is left out.
         """
-        try:
+        part: ClippedSum | None = None
+        with silent(but=_NO_MEMORY):
             padded, adding = self._padded(batch, rows), self._counted(rows)
             part = self._backend.clipped_sum(padded, self.plan.max_grad_norm, rows, adding)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            part = None
         written = self._state.put_back(values=self._careful)
         if part is None or written or not all(math.isfinite(t.sum()) for t in part.tensors):
             return None
@@ -339,14 +340,10 @@ class PrivateGradient:
         assert self._users is not None
         parts = (self._fetch(rows) for rows in self._users.rows(user, self._rows))
         batches = (part for part in parts if batch_rows(part))
-        found: ClippedSum | None = None
-        try:
+        found: ClippedSum | None = None  # as above: nothing from a user who cannot be used, and no word about it
+        with silent(but=_NO_MEMORY):
             clip = self.plan.max_grad_norm
             found = clipped_user_gradient(self._model, self._loss_fn, batches, clip, self._adding)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            found = None  # as above: nothing from this user, and no word about it
         if not self._state.put_back(values=self._careful) and found is not None:
             yield found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final, runtime_checkable
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from halfsilver._local import LocalTraining
 from halfsilver._random import own_randomness
 from halfsilver._tensors import LossFn, Tensors, batch_rows, map_batch, trainable
+from halfsilver.privacy.silence import silent
 from halfsilver.privacy.users.local import local_update
 from halfsilver.privacy.users.store import PrivateUsers, UserStore, require_unchanged
 
@@ -86,11 +86,8 @@ def update_of(
     warned of. Randomness is of the user alone.
     """
     device = trainable(model)[0].device
-    try:
-        with own_randomness((seed + user) % 2**63, [device]), warnings.catch_warnings(action="ignore"):
-            rows = store.rows(user, local.max_examples)
-            if not batch_rows(rows):
-                return None
+    with silent(), own_randomness((seed + user) % 2**63, [device]):
+        rows = store.rows(user, local.max_examples)
+        if batch_rows(rows):
             return local_update(model, loss_fn, map_batch(lambda t: t.to(device), rows), local)
-    except Exception:
-        return None
+    return None
