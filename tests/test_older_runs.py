@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import halfsilver as hs
+from halfsilver import cli
 from halfsilver.errors import CheckpointCorrupt, ConfigError
 from halfsilver.runs import write_json
 from halfsilver.statement import default_delta
@@ -75,3 +77,12 @@ def test_it_goes_on_in_the_form_of_today(run: Path) -> None:
     assert ledger.budget == hs.Budget(epsilon=9.0, delta=1e-6)
     assert fit(run.parent / "next", replace(PLAN, noise_multiplier=3.0), ledger=ledger).updates == 4
     assert verify(run)["all_runs_now"]["runs"] == 3
+
+
+def test_a_run_of_a_version_with_a_leak_is_told_of(run: Path) -> None:
+    (notice,) = verify(run)["notices"]
+    assert "0.1.0" in notice
+    assert "max_norm" in notice
+    shown = CliRunner().invoke(cli.app, ["verify", str(run)])
+    assert shown.exit_code == 0
+    assert "past the noise" in " ".join(shown.output.split())

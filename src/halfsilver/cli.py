@@ -117,6 +117,7 @@ def verify(
         "all runs, budget": _budget(report["all_runs_now"]["budget"]),
         "unit": statement["unit"],
         "not private because": "; ".join(statement["not_private_because"]) or "-",
+        "remarks": "; ".join([*statement.get("remarks", ()), *report["notices"]]) or "-",
     }
     _show(report, as_json, "Verified: chain, checkpoint and statement agree", rows)
 

@@ -31,8 +31,8 @@ def verify(
     config and plan, that the checkpoint's place in the ledger exists and is that of its step, and that the statement on
     disk says what plan, config and ledger give, and nothing else. Its total over all runs must be what the ledger held
     at a moment at which the statement can have been written: for a finished run, at its finish or later. Since others
-    may have spent after that, the total of now is returned beside it, as ``all_runs_now``. The weights themselves are
-    not signed.
+    may have spent after that, the total of now is returned beside it, as ``all_runs_now``. ``notices`` say what is
+    known to be wrong with the version that made the run. The weights themselves are not signed.
     """
     folder = RunFolder(run_dir)
     config, found = _as_written(folder.config), _as_written(folder.statement)
@@ -64,7 +64,22 @@ def verify(
         "finished": run.closed is not None,
         "statement": found,
         "all_runs_now": total_now(ledger, delta),
+        "notices": _notices(config.get("versions")),
     }
+
+
+# What was wrong with a version in a way that no file of a run can show.
+_NOTICES = {
+    "0.1.0": (
+        "made by halfsilver 0.1.0, in which a layer that writes as it runs (Embedding(max_norm=...), observers, "
+        "running statistics) could carry private records past the noise; the changes of 0.1.1 say how to tell"
+    ),
+}
+
+
+def _notices(versions: Any) -> list[str]:
+    made_by = versions.get("halfsilver") if isinstance(versions, dict) else None
+    return [_NOTICES[made_by]] if isinstance(made_by, str) and made_by in _NOTICES else []
 
 
 def _remarks(found: Any, tensors: Mapping[str, Tensor], possible: str) -> list[str]:
