@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfsilver._distributed import World
 from halfsilver._random import own_randomness
-from halfsilver._sharded import replicated, reshard, unwrapped, whole_model
+from halfsilver._sharded import local, replicated, reshard, unwrapped, whole_model
 from halfsilver._tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.averaging import Average, AverageKind, copy_to
 from halfsilver.errors import BudgetExceeded, ConfigError, PrivateDataError, require
@@ -136,6 +136,7 @@ class Trainer:
         self._fitted, self._public_example = False, None
         self._private: list[PrivateData] = []
         self._shown: dict[str, list[Any]] = {}  # what was read without protection, by where it was given
+        self._said = True  # whether a statement there is says that metrics of private rows may be computed
 
     def _check_kinds(self) -> None:
         kinds = {"model": torch.nn.Module, "optimizer": Optimizer, "plan": PrivacyPlan}
@@ -196,7 +197,8 @@ class Trainer:
             saved = session.load()
             source = self._source(session, private, psi)
             self._begin(session, psi, saved)
-            if check_usable and self._state.step == 0 and not session.finished:
+            known = any("usable_share" in line for line in session.history())  # paid for once
+            if check_usable and self._state.step == 0 and not session.finished and not known:
                 self._check_usable(session, source)
             tester = self._tester(test, test_every)
             if saved is None and (start := tester(0)):
@@ -251,8 +253,8 @@ class Trainer:
 
     def _is_finite(self) -> bool:
         """Whether the weights are numbers still. They are released values, so what follows from them may be told."""
-        with torch.no_grad():
-            return math.isfinite(norm([p.detach() for p in trainable(self.model)]))
+        bad = sum(not bool(local(p).isfinite().all()) for p in trainable(self.model))
+        return self._world.total(float(bad)) == 0
 
     def _update(self, params: Tensors, direction: Tensors) -> None:
         for p, d in zip(params, direction, strict=True):
@@ -269,14 +271,15 @@ class Trainer:
         `data` must be public. A `PrivateData` handle is refused unless ``metrics_not_private=True``, and so are rows
         that share memory with those that the trainer was fitted to.
         """
-        if not self.metrics_not_private and not isinstance(data, PrivateData):
+        allowed = self.metrics_not_private and self._said  # later than `fit`, its statement would not say so
+        if not allowed and not isinstance(data, PrivateData):
             self._require_public("the rows of evaluate", data)
         reshard(self.model)
         metrics = {"loss": self.loss_fn, **self.metrics}
         with eval_mode(self.model), self._state.average.in_place_of(trainable(self.model)):
             if not isinstance(data, PrivateData):
                 return {name: PublicLoss(self.model, fn, data).value() for name, fn in metrics.items()}
-            if not self.metrics_not_private:
+            if not allowed:
                 raise ConfigError(
                     "Metrics of private data are not private, so they are off. Evaluate on public data, or set "
                     "metrics_not_private=True, which is stamped into the statement."
@@ -301,15 +304,26 @@ class Trainer:
 
     def _refuse_private(self, private: PrivateData | Engine, public: Any, test: Any) -> None:
         """Private rows that were, or are to be, read without protection: recognised by the memory that they share."""
-        if public is not None:
-            self._require_public("public=", public)
-        if test is not None and not self.metrics_not_private and not isinstance(test, PrivateData):
-            self._require_public("test=", test)
+        self._said = self.metrics_not_private
+        shares = getattr(private, "shares_rows_with", lambda data: False)
+        given = {
+            "public=": public,
+            "test=": None if self.metrics_not_private or isinstance(test, PrivateData) else test,
+        }
+        shown = [(name, source) for name, sources in self._shown.items() for source in sources]
+        shown += [("a part of the model", t) for t in (*self.model.parameters(), *self.model.buffers())]
+        for name, data in given.items():
+            if isinstance(data, PrivateData):
+                raise ConfigError(f"The private data were given as {name}, which must be public. Use other rows.")
+            shown += [(name, source) for source in (data.sources if isinstance(data, PublicLoss) else [data])]
+        for name, source in shown:
+            if source is not None and shares(source):
+                raise ConfigError(f"The private data were given as {name}, which must be public. Use other rows.")
+        for name, data in given.items():
+            if data is not None:
+                self._require_public(name, data)
         if isinstance(private, PrivateData):
             self._private.append(private)
-            for name, sources in self._shown.items():
-                for source in sources:
-                    self._require_public(name, source)
 
     def _public_loss(self, public: Any) -> PublicLoss:
         if isinstance(public, PublicLoss):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from halfsilver.errors import BudgetExceeded
+from halfsilver.errors import BudgetExceeded, LedgerCorrupt
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.ledger_records import decode
 from halfsilver.privacy.plan import PrivacyPlan
@@ -126,13 +126,13 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_record_torn_anywhere_counts_as_one_block(path: Path) -> None:
-    ledger = Ledger.open(path)
+    """Torn while it was written: its head comes after that."""
+    ledger, beside = Ledger.open(path), path.with_name("ledger.head")
     ledger.register_run("a", plan_of(100), block_max=BLOCK)
     ledger.intend("a", 2)
-    before = path.read_bytes()
+    before, head = path.read_bytes(), beside.read_bytes()
     ledger.intend("a", 3)
-    whole, beside = path.read_bytes(), path.with_name("ledger.head")
-    head = beside.read_bytes()
+    whole = path.read_bytes()
     for size in [*range(len(before) + 1, len(whole) - 1, 11), len(whole) - 1]:
         path.write_bytes(whole[:size])
         beside.write_bytes(head)
@@ -143,6 +143,18 @@ def test_a_record_torn_anywhere_counts_as_one_block(path: Path) -> None:
         assert types == ["header", "run", "intent", "torn", "intent"]
         assert total(Ledger.open(path)) == 2 + BLOCK + 1
         Ledger.open(path).verify_head(grant.seq, grant.head)
+
+
+def test_a_record_that_was_whole_once_cannot_be_torn(path: Path) -> None:
+    """It may be of a run with less noise than the one that a torn record is charged to."""
+    ledger = Ledger.open(path)
+    ledger.register_run("a", plan_of(100), block_max=BLOCK)
+    ledger.intend("a", 3)
+    whole = path.read_bytes()
+    for cut in (1, 5, 100):
+        path.write_bytes(whole[:-cut])
+        with pytest.raises(LedgerCorrupt, match="cut back"):
+            Ledger.open(path, create=False)
 
 
 def test_a_torn_record_is_charged_to_a_run_that_can_go_on(path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -190,6 +191,151 @@ def test_the_record_that_writes_contributes_nothing_and_the_others_all(
 
     expected = total(x[without], y[without], "") if left_out else total(x, y, "")
     torch.testing.assert_close(total(x, y, way), expected, rtol=1e-5, atol=1e-6)
+
+
+class DividesItsInput(nn.Module):
+    """Scales pixels in place, as many a forward pass does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x.div_(10))
+        return found
+
+
+def clipped_sum(
+    model: nn.Module,
+    rows: Any,
+    backend: Any = "auto",
+    unit: Any = "example",
+    steps: int = 1,
+    loss_fn: Any = classes,
+) -> Tensor:
+    count = len(rows[0])
+    plan = hs.PrivacyPlan(
+        steps=steps, sampling_rate=1.0, expected_batch_size=count, noise_multiplier=1.0, max_grad_norm=0.1, unit=unit
+    )
+    users = list(range(count)) if unit == "user" else None
+    with tempfile.TemporaryDirectory() as folder:
+        source = PrivateGradient(
+            model,
+            loss_fn,
+            PrivateData(rows, users=users),
+            plan,
+            ledger=Ledger.open(Path(folder) / "ledger.jsonl", unit=unit),
+            run_id="one",
+            speed=hs.Speed(backend=backend, micro_batch_size=16),
+        )
+        for _ in range(steps):
+            found = torch.cat([t.double().flatten() for t in source._clipped_sum().tensors])
+        return found
+
+
+@pytest.mark.parametrize("backend", ["book", "vmap", "hooks"])
+def test_a_model_that_writes_into_its_input_writes_into_a_copy(backend: Any) -> None:
+    """One record with a label out of range has its batch tried in halves: the others must not be divided again."""
+    (x, y), before = numbers(odd=False), numbers(odd=False)[0]
+    bad = y.clone()
+    bad[5] = 7
+    torch.manual_seed(0)
+    model, others = DividesItsInput(), torch.arange(60) != 5
+    found = clipped_sum(model, (x, bad), backend)
+    torch.testing.assert_close(found, clipped_sum(model, (x[others], y[others]), backend), rtol=1e-5, atol=1e-7)
+    assert torch.equal(x, before)
+
+
+class Odd(nn.Module):
+    """Writes when it meets a value above 30, in ways that hide from a look at values in places that stay."""
+
+    first: Tensor
+    second: Tensor
+    wide: Tensor
+    square: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        flat = torch.zeros(4)
+        self.way, self.linear = way, nn.Linear(4, 4)
+        self.state, self.array, self.teacher = (torch.zeros(4),), np.zeros(4), [nn.Linear(4, 4)]
+        self.generator = torch.Generator().manual_seed(0)
+        self.register_buffer("first", flat[:2])
+        self.register_buffer("second", flat[2:])
+        self.register_buffer("wide", torch.zeros(4, 1).expand(4, 2))
+        self.register_buffer("square", torch.arange(16.0).view(4, 4))
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x.detach() > 30).any()):
+            self.write(x)
+        shift = self.state[0] + torch.from_numpy(self.array).float() + torch.cat([self.first, self.second])
+        shift = shift + self.teacher[0].weight.detach().sum(0) + self.square[0]
+        found: Tensor = self.out(self.linear(x) + shift)
+        return found
+
+    def write(self, x: Tensor) -> None:
+        ways: dict[str, Callable[[], Any]] = {
+            "views of one memory": lambda: (self.first.add_(1), self.second.add_(1)),
+            "expanded": lambda: self.wide.data[:, :1].add_(1),
+            "transposed": lambda: setattr(self.square, "data", self.square.data.t()),
+            "transposed in place": lambda: self.square.t_(),
+            "with a graph": lambda: self.square.add_(self.linear(x).sum()),
+            "tuple": lambda: self.state[0].add_(1),
+            "array": lambda: self.array.__iadd__(1),
+            "hidden module": lambda: self.teacher[0].weight.data.add_(1),
+            "generator": lambda: torch.rand(1, generator=self.generator),
+            "class": lambda: setattr(self, "__class__", Odder),
+        }
+        ways[self.way]()
+
+
+class Odder(Odd):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+HIDDEN = ("views of one memory", "expanded", "transposed", "transposed in place", "with a graph", "tuple", "array",
+          "hidden module", "generator", "class")  # fmt: skip
+
+
+@pytest.mark.parametrize("way", HIDDEN)
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_writes_that_hide_are_found_and_undone(way: str, unit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second step shows what the first one left."""
+    monkeypatch.setattr("halfsilver.privacy.gradients.probe._EXTREMES", (torch.nan,))
+    torch.manual_seed(0)
+    model, (x, y), others = Odd(way), numbers(odd=True), torch.arange(60) != 23
+    state = model.generator.get_state()
+    found = clipped_sum(model, (x, y), "hooks", unit, steps=2)
+    expected = clipped_sum(model, (x[others], y[others]), "hooks", unit)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert type(model) is Odd
+    assert torch.equal(model.generator.get_state(), state)
+    assert model.square.is_leaf
+    assert torch.equal(model.square, torch.arange(16.0).view(4, 4))
+    assert not model.array.any()
+
+
+def test_sparse_buffers_are_no_obstacle() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    assert clipped_sum(model, numbers(odd=False)).any()
+
+
+def test_memory_that_a_record_asks_for_is_not_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(model: Any, batch: Any) -> Tensor:
+        if bool((batch[0] > 30).any()):
+            np.zeros(10**17)
+        return classes(model, batch)
+
+    (x, y), others = numbers(odd=True), torch.arange(60) != 23
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    monkeypatch.setattr("halfsilver.privacy.gradients.probe._EXTREMES", (torch.nan,))
+    found = clipped_sum(model, (x, y), loss_fn=greedy)
+    expected = clipped_sum(model, (x[others], y[others]))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_stock_observers_are_refused(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 import halfsilver as hs
 from halfsilver.errors import ConfigError
+from halfsilver.federated import InProcess, LocalTraining, PrivateUsers, TensorUsers
 from halfsilver.mirror import PublicLoss
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.recognise import shares_rows
 
 X, Y = torch.randn(40, 3), torch.randint(0, 2, (40,))
+POSITIONS = torch.arange(8).expand(40, 8)
 ROWS = [(x, y) for x, y in zip(X, Y, strict=True)]
 
 
@@ -47,6 +49,8 @@ SAME: dict[str, tuple[Any, Any]] = {
     "a subset of a data set of tensors": (TENSORS, Subset(TENSORS, [3])),
     "data sets in a row": (OWN, ConcatDataset([TensorDataset(torch.zeros(2, 3)), OWN])),
     "a list": (ROWS, ROWS[3:5]),
+    "a subset of tensors": ((X, Y), Subset(TENSORS, [3, 4, 9])),
+    "subsets of two data sets of the same tensors": (Subset(TensorDataset(X, Y), [3]), Subset(TENSORS, [2, 3])),
 }
 OTHER: dict[str, tuple[Any, Any]] = {
     "a copy, which nobody can see": (X, X.clone()),
@@ -55,6 +59,8 @@ OTHER: dict[str, tuple[Any, Any]] = {
     "the same labels": ((X[:20], Y[:20]), (torch.zeros(20, 3), Y[:20])),
     "subsets without a common row": (Subset(OWN, [1, 2]), Subset(OWN, [0, 3])),
     "two lists": (ROWS[:3], ROWS[3:]),
+    "parts of tensors without a common row": ((X[:5], Y[:5]), Subset(TENSORS, [7, 9])),
+    "a wide constant": ((X[:9], POSITIONS[:9]), (X[9:], POSITIONS[9:])),
     "two data sets": (Own(), Own()),
     "nothing": (X, None),
     "no rows": (X[:0], X),
@@ -146,6 +152,38 @@ def test_evaluation_before_and_after(tmp_path: Path) -> None:
     before.evaluate((X, Y))
     with pytest.raises(ConfigError, match="rows of evaluate"):
         before.fit((X, Y), run_dir=tmp_path / "b")
+
+
+def test_metrics_that_are_allowed_too_late_for_the_statement(tmp_path: Path) -> None:
+    made = trainer()
+    made.fit((X, Y), run_dir=tmp_path)
+    made.metrics_not_private = True
+    for data in ((X, Y), PrivateData((X, Y))):
+        with pytest.raises(ConfigError, match=r"evaluate|not private"):
+            made.evaluate(data)
+
+
+def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:
+    made = trainer(mirror=hs.FirstOrder(0.5))
+    with pytest.raises(ConfigError, match="public="):
+        made.fit((X, Y), (X, Y), run_dir=tmp_path)
+    made.fit((X, Y), (X.clone(), Y), run_dir=tmp_path)
+
+
+def test_users_who_train_themselves(tmp_path: Path) -> None:
+    users = PrivateUsers(TensorUsers((X, Y), users=list(range(40))))
+    plan = hs.PrivacyPlan(steps=1, sampling_rate=0.5, expected_batch_size=20, noise_multiplier=2.0, unit="user")
+    made = trainer(mirror=hs.FirstOrder(0.5))
+    made.plan = plan
+    with pytest.raises(ConfigError, match="public="):
+        made.fit(InProcess(users, LocalTraining(lr=0.1)), (X, Y), run_dir=tmp_path)
+
+
+def test_a_model_that_holds_private_rows(tmp_path: Path) -> None:
+    made = trainer()
+    made.model.register_buffer("bank", X[:3])
+    with pytest.raises(ConfigError, match="part of the model"):
+        made.fit((X, Y), run_dir=tmp_path)
 
 
 def test_studies(tmp_path: Path) -> None:

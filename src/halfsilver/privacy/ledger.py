@@ -255,9 +255,12 @@ class Ledger:
             _os.write_atomically(self._head_file, text)
 
     def _check_reaches(self, seen: Head) -> None:
-        """Refuse a file that lacks a record it once had: not one that was summed up, or is torn and charged for."""
-        found, torn = self._history.hash_of_watched(), self._history.torn and seen.seq == self.head.seq + 1
-        if found != seen.hash and not (found is None and (seen.seq <= self._history.floor or torn)):
+        """Refuse a file that lacks a record it once had, unless that was summed up.
+
+        A head is written after its record was confirmed, so a record that is torn although the head names it was cut.
+        """
+        found = self._history.hash_of_watched()
+        if found != seen.hash and not (found is None and seen.seq <= self._history.floor):
             raise LedgerCorrupt(
                 f"{_beside(self.path)} shows that {self.path} had a record {seen.seq} that it lacks: it was cut back, "
                 f"replaced or restored. {WAY_OUT}"

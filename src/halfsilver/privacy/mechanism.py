@@ -40,7 +40,6 @@ _BLOCK_SHARE = 50
 
 Chunk = torch.Tensor | slice  # numbers of units
 
-# All batches have one shape, so that a lack of memory is no record's, and was met on made-up rows.
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 # Records by which several ranks see whether they have the same data.
@@ -147,13 +146,18 @@ class PrivateGradient:
             if self._users is None and isinstance(self._backend, Tunable):
                 self._backend.tune(self._padding, self._adding)
             started = time.monotonic()
-            if self._users is None:
-                self._backend.clipped_sum(self._padding, self.plan.max_grad_norm, None, self._adding)
-            else:
-                clipped_user_gradient(self._model, self._loss_fn, [self._padding], self.plan.max_grad_norm)
+            self._rehearse()
         pieces = max(1.0, self._here / self._rows)
         wanted = int(_BLOCK_SECONDS / ((time.monotonic() - started) * pieces + 1e-6))
         return max(1, min(wanted, self.plan.steps // _BLOCK_SHARE))
+
+    def _rehearse(self) -> None:
+        """One private pass, on made-up rows."""
+        made_up = map_batch(torch.clone, self._padding)
+        if self._users is None:
+            self._backend.clipped_sum(made_up, self.plan.max_grad_norm, None, self._adding)
+        else:
+            clipped_user_gradient(self._model, self._loss_fn, [made_up], self.plan.max_grad_norm)
 
     def release(self) -> Tensors:
         """One noisy mean gradient at the model's current parameters, in their dtypes and lying as they do.
@@ -247,7 +251,8 @@ class PrivateGradient:
         if self._users is None:
             return self._usable_rows(self._fetch(units))
         members = range(units.start, units.stop) if isinstance(units, slice) else units.tolist()
-        return sum(1 for user in members for _ in self._sum_of_user(user))
+        sums = (part for user in members for part in self._sum_of_user(user))
+        return sum(any(bool(t.any()) for t in part.tensors) for part in sums)  # zero: no row, or none that is finite
 
     def _usable_rows(self, batch: Batch) -> int:
         rows = batch_rows(batch)
@@ -313,14 +318,29 @@ class PrivateGradient:
 
         A write may have reached the other examples of the batch. By itself, the example that causes it is left out.
         """
-        part: ClippedSum | None = None
-        with silent(but=_NO_MEMORY):
-            padded, adding = self._padded(batch, rows), self._counted(rows)
-            part = self._backend.clipped_sum(padded, self.plan.max_grad_norm, rows, adding)
+        part, short = None, False
+        with silent():
+            try:
+                padded, adding = self._padded(batch, rows), self._counted(rows)
+                part = self._backend.clipped_sum(padded, self.plan.max_grad_norm, rows, adding)
+            except _NO_MEMORY:
+                short = True
+        if short:
+            self._require_memory()
         written = self._state.put_back(values=self._careful)
         if part is None or written or not all(math.isfinite(t.sum()) for t in part.tensors):
             return None
         return part
+
+    def _require_memory(self) -> None:
+        """Raise if made-up rows lack memory as well. If they do not, what asked for so much was a record."""
+        try:
+            self._rehearse()
+        except _NO_MEMORY:
+            rows = batch_rows(self._padding)
+            raise MemoryError(
+                f"There is not enough memory for a private pass over {rows} rows. Set Speed(micro_batch_size=...)."
+            ) from None
 
     def _counted(self, rows: int) -> Adding:
         """How to add up the next `rows`: in float64 all the way once there are more than the margin pays for."""
@@ -330,8 +350,10 @@ class PrivateGradient:
     def _padded(self, batch: Batch, rows: int) -> Batch:
         """Made-up rows up to the one shape of all batches."""
         pads = self._records.fixed_shape and not getattr(self._backend, "any_shape", False)
+        if getattr(self._backend, "any_shape", False):
+            return batch  # the closed form runs no code but its own
         if rows == batch_rows(self._padding) or not pads:
-            return batch
+            return map_batch(torch.clone, batch)  # a model may write into its input, and the rows may be read again
         columns = zip(batch_leaves(batch), batch_leaves(self._padding), strict=True)
         filled = [torch.cat([t, made_up[rows:]]) for t, made_up in columns]
         return pytree.tree_unflatten(filled, pytree.tree_structure(batch))
@@ -340,10 +362,15 @@ class PrivateGradient:
         assert self._users is not None
         parts = (self._fetch(rows) for rows in self._users.rows(user, self._rows))
         batches = (part for part in parts if batch_rows(part))
-        found: ClippedSum | None = None  # as above: nothing from a user who cannot be used, and no word about it
-        with silent(but=_NO_MEMORY):
-            clip = self.plan.max_grad_norm
-            found = clipped_user_gradient(self._model, self._loss_fn, batches, clip, self._adding)
+        found, short = None, False  # as above: nothing from a user who cannot be used, and no word about it
+        with silent():
+            try:
+                clip = self.plan.max_grad_norm
+                found = clipped_user_gradient(self._model, self._loss_fn, batches, clip, self._adding)
+            except _NO_MEMORY:
+                short = True
+        if short:
+            self._require_memory()
         if not self._state.put_back(values=self._careful) and found is not None:
             yield found
 

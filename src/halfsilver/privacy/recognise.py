@@ -19,6 +19,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 # Beyond this many candidate solutions NumPy gives up; two arrays that might share memory then count as sharing it.
 _MOST_WORK = 1_000_000
 
+_MOST_RUNS = 1000  # of rows that follow each other in a subset of tensors
+
 _TABLES = object()  # the owner of all rows in Arrow's buffers
 
 Array = np.ndarray[Any, Any]
@@ -40,6 +42,8 @@ class _Some:
 def shares_rows(a: Any, b: Any) -> bool:
     """Whether two data sets, in any form that halfsilver takes, have rows in common that can be recognised."""
     ours, theirs = list(_parts(a)), list(_parts(b))
+    if len(ours) * len(theirs) > _MOST_WORK:
+        ours, theirs = ours[:_MOST_RUNS], theirs[:_MOST_RUNS]
     return any(_meet(one, other) for one in ours for other in theirs)
 
 
@@ -87,6 +91,10 @@ def _of_subset(data: Any) -> Iterator[_Some | list[Array]]:
         data = data.dataset
         index = [int(data.indices[i]) for i in index]
     yield _Some(data.dataset, frozenset(index))
+    if isinstance(data.dataset, TensorDataset):
+        runs = np.split(chosen := np.unique(index), np.flatnonzero(np.diff(chosen) > 1) + 1)
+        for run in runs[:_MOST_RUNS] if len(chosen) else ():
+            yield _columns([t[int(run[0]) : int(run[-1]) + 1] for t in data.dataset.tensors])
 
 
 def _of_table(data: Any) -> Iterator[_Some]:
@@ -104,6 +112,7 @@ def _of_table(data: Any) -> Iterator[_Some]:
 def _columns(tensors: list[Any]) -> list[Array]:
     """Those that tell rows apart: a column of one number per row, labels say, may be shared by different rows."""
     arrays = [array for array in map(_array, tensors) if array is not None and array.size]
+    arrays = [array for array in arrays if not array.ndim or len(array) == 1 or array.strides[0]]  # else a constant
     wide = [array for array in arrays if array.ndim and array.size > len(array)]
     return wide or arrays
 

@@ -110,6 +110,7 @@ def _passes(model: Module, loss_fn: LossFn, batch: Batch) -> Tensor:
 
 def _pass(model: Module, loss_fn: LossFn, batch: Batch) -> Tensor:
     torch.manual_seed(0)  # dropout must draw the same masks in each of the passes that are compared
+    batch = map_batch(torch.clone, batch)  # a model may write into its input
     return one_loss_each(loss_fn(model, batch), batch)
 
 

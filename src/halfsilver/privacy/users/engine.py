@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 from torch import Tensor, nn
 
 from halfsilver._local import LocalTraining
+from halfsilver._model_state import untouched
 from halfsilver._random import own_randomness
 from halfsilver._tensors import LossFn, Tensors, batch_rows, map_batch, trainable
 from halfsilver.privacy.silence import silent
-from halfsilver.privacy.users.local import local_update
+from halfsilver.privacy.users.local import descended
 from halfsilver.privacy.users.store import PrivateUsers, UserStore, require_unchanged
 
 
@@ -63,7 +64,10 @@ class InProcess:
     """Trains the drawn users one after the other, in this process."""
 
     def __init__(self, users: PrivateUsers, local: LocalTraining) -> None:
-        self._store, self._local = users._open(), local
+        self._users, self._store, self._local = users, users._open(), local
+
+    def shares_rows_with(self, data: Any) -> bool:
+        return self._users.shares_rows_with(data)
 
     @property
     def population(self) -> int:
@@ -86,8 +90,9 @@ def update_of(
     warned of. Randomness is of the user alone.
     """
     device = trainable(model)[0].device
-    with silent(), own_randomness((seed + user) % 2**63, [device]):
+    # What puts the model back stands outside: nothing may keep it from doing so, or keep quiet about it.
+    with untouched(model), silent(), own_randomness((seed + user) % 2**63, [device]):
         rows = store.rows(user, local.max_examples)
         if batch_rows(rows):
-            return local_update(model, loss_fn, map_batch(lambda t: t.to(device), rows), local)
+            return descended(model, loss_fn, map_batch(lambda t: t.to(device), rows), local)
     return None

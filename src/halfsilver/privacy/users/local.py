@@ -19,5 +19,10 @@ def local_update(model: nn.Module, loss_fn: LossFn, rows: Batch, local: LocalTra
     buffers, modes or attributes. A running mean, say, would carry one user's rows to all that follow.
     """
     with untouched(model):
-        losses = (loss_fn(model, take_rows(rows, batch)).mean() for batch in local.slices(batch_rows(rows)))
-        return descend(trainable(model), losses, local.lr)
+        return descended(model, loss_fn, rows, local)
+
+
+def descended(model: nn.Module, loss_fn: LossFn, rows: Batch, local: LocalTraining) -> Tensors:
+    """The same, with the model left where training ended: for whoever puts it back."""
+    losses = (loss_fn(model, take_rows(rows, batch)).mean() for batch in local.slices(batch_rows(rows)))
+    return descend(trainable(model), losses, local.lr)

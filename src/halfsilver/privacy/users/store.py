@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NoReturn, Protocol, final
+from typing import Any, NoReturn, Protocol, final
 
 from halfsilver._tensors import Batch, batch_rows, take_rows
 from halfsilver.errors import PrivateDataError
 from halfsilver.privacy.data import Keys, _Users
+from halfsilver.privacy.recognise import shares_rows
 from halfsilver.privacy.schema import require_plain
 
 
@@ -51,6 +52,11 @@ class PrivateUsers:
     def __reduce__(self) -> NoReturn:
         raise PrivateDataError("Private users cannot be pickled; open them where they lie.")
 
+    def shares_rows_with(self, data: Any) -> bool:
+        """Whether `data`, which somebody calls public, holds rows of these users, as far as addresses show it."""
+        found: bool = getattr(self.__store, "shares_rows_with", lambda data: False)(data)
+        return found
+
     def _open(self) -> UserStore:
         return self.__store
 
@@ -76,6 +82,9 @@ class TensorUsers:
 
     def size(self) -> int:
         return self.__users.size()
+
+    def shares_rows_with(self, data: Any) -> bool:
+        return shares_rows(self.__columns, data)
 
     def rows(self, user: int, limit: int) -> Batch:
         return take_rows(self.__columns, next(self.__users.rows(user, limit)))

@@ -15,7 +15,7 @@ from mmap import mmap
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +51,13 @@ class Workers:
 
     def __init__(self, users: PrivateUsers, local: LocalTraining, processes: int = 2) -> None:
         require(processes >= 1, "processes", processes, "at least 1")
-        self._store, self._local, self._processes = users._open(), local, processes
+        self._users, self._store, self._local, self._processes = users, users._open(), local, processes
         self._slots: list[_Slot] = []
         self._job: _Job | None = None
         self._ends = weakref.finalize(self, _end_all, self._slots, os.getpid())
+
+    def shares_rows_with(self, data: Any) -> bool:
+        return self._users.shares_rows_with(data)
 
     @property
     def population(self) -> int:
