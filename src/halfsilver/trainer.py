@@ -311,7 +311,7 @@ class Trainer:
             "test=": None if self.metrics_not_private or isinstance(test, PrivateData) else test,
         }
         shown = [(name, source) for name, sources in self._shown.items() for source in sources]
-        shown += [("a part of the model", t) for t in (*self.model.parameters(), *self.model.buffers())]
+        shown += [("a part of the model", local(t)) for t in (*self.model.parameters(), *self.model.buffers())]
         for name, data in given.items():
             if isinstance(data, PrivateData):
                 raise ConfigError(f"The private data were given as {name}, which must be public. Use other rows.")

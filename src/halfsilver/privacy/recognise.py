@@ -135,7 +135,7 @@ def _array(data: Any) -> Array | None:
     """An array over the same addresses, on whichever device they are: it is never read."""
     if not isinstance(data, Tensor):
         return data if isinstance(data, np.ndarray) else None
-    if data.layout != torch.strided or data.device.type == "meta":
+    if data.layout != torch.strided or (data.numel() and not data.data_ptr()):  # without memory of its own
         return None
     data, size = data.detach(), data.element_size()
     memory = {
