@@ -1,4 +1,4 @@
-"""Does the audit find bugs? Twenty of them, each put into the real code from outside, and clean runs beside them.
+"""Does the audit find bugs? Twenty-five of them, each put into the real code from outside, and clean runs beside them.
 
     python -m benchmarks.mutants [--json] [--seeds 10] [--clean 200] [--workers 2] [--only NAME]
 
