@@ -30,7 +30,7 @@ from halfsilver.privacy.gradients.hooks import OpacusHooks
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.releases import Releases
-from halfsilver.privacy.users import local
+from halfsilver.privacy.users import engine
 
 Bug = Callable[[], list[Change]]
 
@@ -218,7 +218,7 @@ def frozen_weight_written_by_a_user() -> list[Change]:
             for t, value in held:
                 t.copy_(value)
 
-    return [Change(local, "untouched", kept), *_writing(lambda model, read: model.frozen.add_(read))]
+    return [Change(engine, "untouched", kept), *_writing(lambda model, read: model.frozen.add_(read))]
 
 
 # ---- sampling

@@ -241,9 +241,9 @@ class Trainer:
                 )
                 self._update(params, direction)  # theta_{t+1}
                 state.step += 1
+                self._report(session, lr, norm(released), test(state.step))
                 if not self._is_finite():
                     return "diverged"
-                self._report(session, lr, norm(released), test(state.step))
                 if source.out.between_blocks and session.due(self.checkpoint_seconds):
                     self._save(session, source)
                 show(state.step)
