@@ -14,8 +14,9 @@ from torch import nn
 
 from benchmarks.federated.rounds import Row, Spent, middle, now, timed, timed_rounds
 from halfsilver._tensors import Batch, trainable
-from halfsilver.federated import Engine, InProcess, LocalTraining, PrivateUsers, Round, local_update
+from halfsilver.federated import Engine, InProcess, LocalTraining, PrivateUsers, Round
 from halfsilver.privacy.users import Fold, engine
+from halfsilver.privacy.users.local import descended
 from halfsilver.privacy.users.workers import Workers
 from halfsilver.tasks import stackexchange
 from halfsilver.tasks.sentences import LENGTH, SPECIAL
@@ -55,7 +56,7 @@ def measure(data: Path | None, *, rounds: int, cohort: int, words: int = WORDS, 
 
 
 def _added(model: nn.Module, users: PrivateUsers, rounds: int, cohort: int) -> Row:
-    """The rest of each round (read, clip, fold, noise, step, ledger) over the sum of its local training times."""
+    """The rest of each round (read, put the model back, clip, fold, noise, step, ledger) over the sum of its local training times."""
     training: list[Spent] = []
     with _watched() as local:
 
@@ -83,11 +84,11 @@ def _watched() -> Iterator[list[Spent]]:
     def watched(*args: Any) -> Any:
         started = now()
         try:
-            return local_update(*args)
+            return descended(*args)
         finally:
             spent.append(now() - started)
 
-    with patch.object(engine, "local_update", watched):
+    with patch.object(engine, "descended", watched):
         yield spent
 
 

@@ -44,13 +44,13 @@ def test_round_and_plain_loop_add_up_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_local_training_is_watched_and_given_back() -> None:
-    before = vars(engine)["local_update"]
+    before = vars(engine)["descended"]
     with clients._watched() as spent:
         asked = clients._asked(stackexchange.make_model(50, 8), 2_000, 3, step=0)
         clients._sum(InProcess(PrivateUsers(clients.MadeUp(50, most=4)), clients.LOCAL), asked)
     assert len(spent) == 3
     assert all(s.wall > 0 for s in spent)
-    assert vars(engine)["local_update"] is before
+    assert vars(engine)["descended"] is before
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
