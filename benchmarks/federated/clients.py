@@ -56,7 +56,7 @@ def measure(data: Path | None, *, rounds: int, cohort: int, words: int = WORDS, 
 
 
 def _added(model: nn.Module, users: PrivateUsers, rounds: int, cohort: int) -> Row:
-    """The rest of each round (read, put the model back, clip, fold, noise, step, ledger) over the sum of its local training times."""
+    """The rest of each round (read, put back, clip, fold, noise, step, ledger) over the sum of its local trainings."""
     training: list[Spent] = []
     with _watched() as local:
 
