@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import read_json, versions, write_json
+from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import Arena
 from halfsilver.study.problem import Setting
 from halfsilver.study.run import Run, run

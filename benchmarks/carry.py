@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from halfsilver.errors import require
-from halfsilver.runs import read_json, write_json
+from halfsilver.runs.folder import read_json, write_json
 from halfsilver.study.summary import summary_of
 
 _MADE_BY_A_SUMMARY = ("steps", "choices", "runs", "ledger", "verdict", "stamps")

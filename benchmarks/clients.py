@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.show import show
-from halfsilver.runs import read_json, versions, write_json
+from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import make_plan, search_arena
 from halfsilver.study.jobs import do_all, workers
 from halfsilver.study.problem import Recipe, Setting

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.show import show
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import read_json, versions, write_json
+from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import Arena, make_plan
 from halfsilver.study.jobs import do_all, workers
 from halfsilver.study.problem import Recipe, Setting

@@ -36,11 +36,12 @@ from torch import Tensor
 
 import halfsilver as hs
 from benchmarks.disk import Disk, Event, Watch
-from halfsilver import _os, trainer
-from halfsilver._tensors import Tensors
+from halfsilver import trainer
+from halfsilver._core import system
+from halfsilver._core.tensors import Tensors
 from halfsilver.privacy import entropy, noise, releases
 from halfsilver.privacy.gradients.base import ClippedSum
-from halfsilver.verify import verify
+from halfsilver.runs.verify import verify
 
 DELTA = 1e-5
 PLAN = hs.PrivacyPlan(steps=400, spare_steps=100_000, sampling_rate=0.05, expected_batch_size=20, noise_multiplier=20.0)
@@ -108,8 +109,8 @@ def _spend_late() -> None:
 
 MUTANTS: dict[str, Callable[[], None]] = {
     "fsync": lambda: setattr(os, "fsync", lambda fd: None),
-    "file-fsync": lambda: setattr(_os, "fsync_file", lambda fd: None),
-    "folder-fsync": lambda: setattr(_os, "fsync_folder", lambda path: None),
+    "file-fsync": lambda: setattr(system, "fsync_file", lambda fd: None),
+    "folder-fsync": lambda: setattr(system, "fsync_folder", lambda path: None),
     "entropy": lambda: setattr(trainer, "OsEntropy", lambda: entropy.UnsafeSeed(1)),
     "order": _spend_late,
 }

@@ -32,9 +32,9 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks import oracle, show
 from benchmarks.models import Workload, workload
 from halfsilver import PrivacyPlan
-from halfsilver._distributed import World
-from halfsilver._sharded import full, unwrapped
-from halfsilver._tensors import trainable
+from halfsilver._core.distributed import World
+from halfsilver._core.sharded import full, unwrapped
+from halfsilver._core.tensors import trainable
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Speed
 from halfsilver.privacy.ledger import Ledger

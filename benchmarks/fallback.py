@@ -26,9 +26,9 @@ import torch
 from benchmarks.ablation import SETTINGS
 from benchmarks.show import show
 from halfsilver.mirror import Chain, FallBack, FirstOrder, MirrorMap
-from halfsilver.plots import COLOURS, saved, style
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import read_json, versions, write_json
+from halfsilver.report.plots import COLOURS, saved, style
+from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import make_plan
 from halfsilver.study.jobs import do_all, workers
 from halfsilver.study.problem import Problem, Recipe, Setting

@@ -2,8 +2,8 @@
 
     python -m benchmarks.freed [--model wikitext] [--contender halfsilver] [--reps 5] [--json]
 
-Worker processes of a study call `_os.keep_freed_memory`. CPU seconds of a step, those of the kernel included; the ratio
-is taken inside each repetition. Linux with glibc only.
+Worker processes of a study call `system.keep_freed_memory`. CPU seconds of a step, those of the kernel included; the
+ratio is taken inside each repetition. Linux with glibc only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from benchmarks.contenders import CONTENDERS, Options
 from benchmarks.models import workload
 from benchmarks.race import build
-from halfsilver import _os
+from halfsilver._core import system
 
 _WARM_UP, _STEPS = 2, 6
 _SECONDS = 900
@@ -30,7 +30,7 @@ _SECONDS = 900
 def step_seconds(model: str, contender: str, keep: bool) -> float:
     """CPU seconds of a step in this process, whose memory may not have been used before."""
     if keep:
-        _os.keep_freed_memory()
+        system.keep_freed_memory()
     made = build(contender, workload(model), Options())
     for _ in range(_WARM_UP):
         made.step()

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.overfit import each_model, options, tell
-from halfsilver._tensors import eval_mode, trainable
-from halfsilver.runs import read_json
+from halfsilver._core.tensors import eval_mode, trainable
+from halfsilver.runs.folder import read_json
 from halfsilver.study.problem import Problem
 
 

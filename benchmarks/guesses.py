@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.show import show
-from halfsilver._tensors import eval_mode, trainable
-from halfsilver.runs import read_json, versions, write_json
+from halfsilver._core.tensors import eval_mode, trainable
+from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.problem import METHODS
 from halfsilver.study.start import load_start
 from halfsilver.tasks import stackexchange

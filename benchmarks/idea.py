@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import halfsilver as hs
 from halfsilver.mirror import Clock
-from halfsilver.plots import COLOURS, INK, saved, style
+from halfsilver.report.plots import COLOURS, INK, saved, style
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "idea.svg"
 STEPS, RATE, BATCH, CLIP = 50, 0.1, 200, 1.0

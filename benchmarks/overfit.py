@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.guesses import load
 from benchmarks.show import show
-from halfsilver.runs import RunFolder, read_json, versions, write_json
+from halfsilver.runs.folder import RunFolder, read_json, versions, write_json
 from halfsilver.study.problem import Problem
 from halfsilver.study.run import per_example
 from halfsilver.study.start import load_start

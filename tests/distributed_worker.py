@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfsilver as hs
-from halfsilver import checkpoint
-from halfsilver._distributed import World
-from halfsilver._sharded import full, unwrapped
+from halfsilver._core.distributed import World
+from halfsilver._core.sharded import full, unwrapped
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import UnsafeSeed
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
+from halfsilver.runs import checkpoint
 from halfsilver.trainer import StepReport
 
 Kind = Literal["plain", "ddp", "fsdp"]

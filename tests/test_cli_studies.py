@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import halfsilver as hs
-from halfsilver import cli
+from halfsilver.cli import app as cli
 from halfsilver.errors import HalfsilverError
 from halfsilver.tasks import named, source
 from halfsilver.tasks.recipes import load

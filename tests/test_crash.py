@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.disk import Disk, Watch
-from halfsilver import _os
+from halfsilver._core import system
 
 FINDS = {
     "fsync": "under",
@@ -47,9 +47,9 @@ def test_the_disk_keeps_what_was_synced_and_nothing_else(tmp_path: Path, monkeyp
     (root / "old").write_bytes(b"old")
     disk = Disk(root)
     monkeypatch.setattr(os, "fsync", Watch(disk.apply).fsync)
-    _os.make_folder(root / "a" / "b")
-    _os.write_atomically(root / "a" / "b" / "kept", b"one")
-    _os.append_durably(root / "a" / "b" / "kept", b" two")
+    system.make_folder(root / "a" / "b")
+    system.write_atomically(root / "a" / "b" / "kept", b"one")
+    system.append_durably(root / "a" / "b" / "kept", b" two")
     with (root / "a" / "b" / "kept").open("ab") as file:
         file.write(b" lost")
     (root / "a" / "b" / "new").write_bytes(b"lost")  # no sync at all

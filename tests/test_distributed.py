@@ -22,11 +22,11 @@ from scipy import stats
 from torch import Tensor, nn
 
 import halfsilver as hs
-from halfsilver._distributed import World
+from halfsilver._core.distributed import World
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
-from halfsilver.verify import verify
+from halfsilver.runs.verify import verify
 from tests.distributed_worker import long_trainer, rows
 
 WORKER = Path(__file__).parent / "distributed_worker.py"

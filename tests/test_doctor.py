@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from halfsilver import _os, cli, doctor
+from halfsilver._core import system
+from halfsilver.cli import app as cli
+from halfsilver.cli import self_test as doctor
 from halfsilver.privacy.entropy import UnsafeSeed
 from halfsilver.privacy.gradients import BACKENDS, ClippedSum
 from halfsilver.privacy.gradients.vmap import Vmap
@@ -90,13 +92,13 @@ def test_a_disk_that_refuses_and_locks_that_do_not_hold_are_illnesses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "BACKENDS", {})
-    monkeypatch.setattr(_os, "lock_file", lambda path, blocking: contextlib.nullcontext())
+    monkeypatch.setattr(system, "lock_file", lambda path, blocking: contextlib.nullcontext())
     assert failed(ask(tmp_path)[1]) == {"folder"}
 
     def fail(fd: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(_os, "fsync_file", fail)
+    monkeypatch.setattr(system, "fsync_file", fail)
     code, report = ask(tmp_path)
     assert (code, failed(report)) == (1, {"folder"})
     assert failed(ask(tmp_path / "absent")[1]) == {"folder"}

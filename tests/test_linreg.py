@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from halfsilver.linear_model import MirrorLinearRegression
-from halfsilver.tasks import linreg
-from halfsilver.tasks.linreg import Point, Prepared, noise_multiplier, run
-from halfsilver.tasks.linreg_data import NOISE_VARIANCE, make_problem, risk
-from halfsilver.tasks.linreg_study import search, study, summarise
+from halfsilver.tasks.linreg import methods as linreg
+from halfsilver.tasks.linreg.data import NOISE_VARIANCE, make_problem, risk
+from halfsilver.tasks.linreg.methods import Point, Prepared, noise_multiplier, run
+from halfsilver.tasks.linreg.study import search, study, summarise
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_the_search_ends_inside_its_grid(monkeypatch: pytest.MonkeyPatch) -> Non
 
         return {(p, kind): value(p) + (kind == "last") for p in points for kind in ("last", "average")}
 
-    monkeypatch.setattr("halfsilver.tasks.linreg_study.run", bowl)
+    monkeypatch.setattr("halfsilver.tasks.linreg.study.run", bowl)
     (point, iterate), _ = search([object()], "pda")  # type: ignore[list-item]
     assert (point.steps, iterate) == (80, "average")
     assert abs(np.log2(point.reach / 0.02)) <= 0.5

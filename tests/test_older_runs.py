@@ -12,11 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 import halfsilver as hs
-from halfsilver import cli
+from halfsilver.cli import app as cli
 from halfsilver.errors import CheckpointCorrupt, ConfigError
-from halfsilver.runs import write_json
-from halfsilver.statement import default_delta
-from halfsilver.verify import verify
+from halfsilver.runs.folder import write_json
+from halfsilver.runs.statement import default_delta
+from halfsilver.runs.verify import verify
 from tests.markdown import ROOT
 
 PLAN = hs.PrivacyPlan(steps=4, sampling_rate=1e-3, expected_batch_size=1000, noise_multiplier=1.0)

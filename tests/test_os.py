@@ -12,20 +12,20 @@ from typing import BinaryIO
 
 import pytest
 
-from halfsilver import _os
+from halfsilver._core import system
 from halfsilver.errors import PlatformUnsupported, RunFolderBusy, StorageError
 
 
 def assert_taken(lock: Path) -> None:
-    with pytest.raises(RunFolderBusy, match="another process"), _os.lock_file(lock, blocking=False):
+    with pytest.raises(RunFolderBusy, match="another process"), system.lock_file(lock, blocking=False):
         pytest.fail("two holders")
 
 
 def test_a_taken_lock_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    with _os.lock_file(lock, blocking=False):
+    with system.lock_file(lock, blocking=False):
         assert_taken(lock)
-    with _os.lock_file(lock, blocking=False):
+    with system.lock_file(lock, blocking=False):
         pass
 
 
@@ -33,10 +33,10 @@ def test_a_blocking_lock_waits_for_its_turn(tmp_path: Path) -> None:
     lock, order = tmp_path / "lock", list[str]()
 
     def second() -> None:
-        with _os.lock_file(lock, blocking=True):
+        with system.lock_file(lock, blocking=True):
             order.append("second")
 
-    with _os.lock_file(lock, blocking=True):
+    with system.lock_file(lock, blocking=True):
         thread = threading.Thread(target=second)
         thread.start()
         thread.join(0.05)
@@ -58,7 +58,7 @@ def test_a_lock_on_a_file_deleted_meanwhile_is_not_taken_for_one(
         return fd
 
     monkeypatch.setattr(os, "open", open_then_lose)
-    with _os.lock_file(lock, blocking=True):
+    with system.lock_file(lock, blocking=True):
         assert_taken(lock)
     assert len(opened) == 3
 
@@ -67,20 +67,20 @@ def test_append_survives_short_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     path, real_write = tmp_path / "file", os.write
     path.write_bytes(b"old,")
     monkeypatch.setattr(os, "write", lambda fd, data: real_write(fd, data[:3]))
-    _os.append_durably(path, b"some longer text")
+    system.append_durably(path, b"some longer text")
     assert path.read_bytes() == b"old,some longer text"
 
 
 def test_append_does_not_create_a_file(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such file"):
-        _os.append_durably(tmp_path / "absent", b"x")
+        system.append_durably(tmp_path / "absent", b"x")
 
 
 def test_atomic_write_replaces_and_keeps_permissions(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    _os.write_atomically(path, b"one")
+    system.write_atomically(path, b"one")
     path.chmod(0o640)
-    _os.write_atomically(path, lambda handle: _write_two(handle))
+    system.write_atomically(path, lambda handle: _write_two(handle))
     assert path.read_bytes() == b"two"
     assert path.stat().st_mode & 0o777 == 0o640
     assert os.listdir(tmp_path) == ["file"]
@@ -99,7 +99,7 @@ def test_a_failed_atomic_write_leaves_the_old_file_and_no_other(tmp_path: Path) 
         raise OSError("disk full")
 
     with pytest.raises(StorageError, match=r"disk full.*run again"):
-        _os.write_atomically(path, fail)
+        system.write_atomically(path, fail)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
 
@@ -113,12 +113,12 @@ def test_contents_reach_the_disk_before_the_name_and_the_name_before_the_return(
         calls.append("rename")
         real_replace(old, new)
 
-    monkeypatch.setattr(_os, "fsync_file", lambda fd: calls.append("file"))
-    monkeypatch.setattr(_os, "fsync_folder", lambda path: calls.append(f"folder {path.name}"))
+    monkeypatch.setattr(system, "fsync_file", lambda fd: calls.append("file"))
+    monkeypatch.setattr(system, "fsync_folder", lambda path: calls.append(f"folder {path.name}"))
     monkeypatch.setattr(os, "replace", replace)
     folder = tmp_path / "a" / "b"
-    _os.make_folder(folder)
-    _os.write_atomically(folder / "file", b"x")
+    system.make_folder(folder)
+    system.write_atomically(folder / "file", b"x")
     above = f"folder {tmp_path.parent.name}"  # of a folder that was there: nobody knows whether its maker got so far
     assert calls == [above, f"folder {tmp_path.name}", "folder a", "file", "rename", "folder b"]
 
@@ -129,24 +129,24 @@ def test_contents_reach_the_disk_before_the_name_and_the_name_before_the_return(
 def test_splice(tmp_path: Path, start: int, stop: int | None, expected: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
-    _os.splice_atomically(path, start, stop, b"--")
+    system.splice_atomically(path, start, stop, b"--")
     assert path.read_bytes() == expected
 
 
 def test_other_platforms_are_refused_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_os, "fcntl", None)
-    with pytest.raises(PlatformUnsupported, match="WSL"), _os.lock_file(tmp_path / "lock", blocking=True):
+    monkeypatch.setattr(system, "fcntl", None)
+    with pytest.raises(PlatformUnsupported, match="WSL"), system.lock_file(tmp_path / "lock", blocking=True):
         pytest.fail("no lock was taken")
     with pytest.raises(PlatformUnsupported, match="WSL"):
-        _os.write_atomically(tmp_path / "file", b"x")
+        system.write_atomically(tmp_path / "file", b"x")
     assert os.listdir(tmp_path) == []
 
 
 _FAULTS = """
 import resource, sys, torch
-from halfsilver import _os
+from halfsilver._core import system
 if sys.argv[1] == "keep":
-    _os.keep_freed_memory()
+    system.keep_freed_memory()
 def faults(blocks):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(blocks):

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from benchmarks import overlap as benchmark
 from benchmarks.architecture import PACKAGE, imports
-from halfsilver import cli
+from halfsilver.cli import app as cli
 from halfsilver.errors import ConfigError, DataMissing
 from halfsilver.overlap import overlap_of_images, overlap_of_lines, overlap_of_rows
 
@@ -312,7 +312,7 @@ def test_nothing_but_the_command_imports_the_tool() -> None:
         names = imports(ast.parse(path.read_text(encoding="utf-8")), module)
         if any(name.startswith("halfsilver.overlap") for name in names):
             users.add(module)
-    assert {name for name in users if not name.startswith("halfsilver.overlap.")} == {"halfsilver.cli_overlap"}
+    assert {name for name in users if not name.startswith("halfsilver.overlap.")} == {"halfsilver.cli.overlap"}
 
 
 # ---- real data

@@ -27,7 +27,7 @@ from halfsilver.report.load import load
 from halfsilver.report.page import Html, inline, tag
 from halfsilver.report.study_page import study_page
 from halfsilver.report.words import slug
-from halfsilver.runs import RunFolder, read_json, write_json
+from halfsilver.runs.folder import RunFolder, read_json, write_json
 from halfsilver.study.verdict import verdict
 
 STEPS = 100

@@ -21,8 +21,8 @@ from torch import nn
 
 import halfsilver as hs
 from benchmarks import carry
-from halfsilver import checkpoint
 from halfsilver.errors import ConfigError, RunFolderBusy
+from halfsilver.runs import checkpoint
 from halfsilver.study import study as study_module
 from halfsilver.study.arena import Arena, make_plan
 from halfsilver.study.problem import Setting
@@ -132,10 +132,10 @@ def test_another_question_needs_another_folder(finished: Any) -> None:
 
 
 def test_two_processes_cannot_work_in_one_study(tmp_path: Path) -> None:
-    from halfsilver import _os
+    from halfsilver._core import system
 
     own = problem()
-    with _os.lock_file(tmp_path / ".lock", blocking=False), pytest.raises(RunFolderBusy):
+    with system.lock_file(tmp_path / ".lock", blocking=False), pytest.raises(RunFolderBusy):
         Study(folder=tmp_path, asked=asked(), source=lambda: own).go()
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import halfsilver as hs
-from halfsilver._tensors import flatten, take_rows, trainable
+from halfsilver._core.tensors import flatten, take_rows, trainable
 from halfsilver.errors import ConfigError, DataMissing
 from halfsilver.privacy.gradients import BackendName, Speed
 from halfsilver.study.problem import Problem

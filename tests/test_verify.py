@@ -14,11 +14,12 @@ import torch
 from typer.testing import CliRunner
 
 import halfsilver as hs
-from halfsilver import checkpoint, cli
+from halfsilver.cli import app as cli
 from halfsilver.errors import CheckpointCorrupt, HalfsilverError, LedgerCorrupt
 from halfsilver.privacy.accounting import epsilon_of
-from halfsilver.runs import write_json
-from halfsilver.verify import verify
+from halfsilver.runs import checkpoint
+from halfsilver.runs.folder import write_json
+from halfsilver.runs.verify import verify
 
 
 def plan_of(sigma: float, steps: int = 12) -> hs.PrivacyPlan:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.contenders.base import NOISE_MULTIPLIER, Named, Options
 from benchmarks.models import Workload
 from halfsilver import FirstOrder, PrivacyPlan
-from halfsilver._tensors import Tensors, take_rows, trainable
+from halfsilver._core.tensors import Tensors, take_rows, trainable
 from halfsilver.mirror import Clock, PublicLoss
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Speed

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from halfsilver.privacy.ledger_records import GENESIS, canonical, digest
+from halfsilver.privacy.ledger.records import GENESIS, canonical, digest
 
 Bytes = st.SearchStrategy[bytes]
 

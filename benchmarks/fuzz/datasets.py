@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from benchmarks import stackoverflow_file
 from benchmarks.fuzz.damage import Bytes, damaged, inside, json_lines
 from benchmarks.fuzz.run import Target
-from halfsilver._tensors import Batch
-from halfsilver.privacy.users.jsonl import JsonlUsers
-from halfsilver.privacy.users.sqlite import tff_users
-from halfsilver.privacy.users.store import UserStore
-from halfsilver.privacy.users.tf_example import parse_example
-from halfsilver.tasks import files, stackexchange_data, wikitext2
+from halfsilver._core.tensors import Batch
+from halfsilver.privacy.users.stores.base import UserStore
+from halfsilver.privacy.users.stores.jsonl import JsonlUsers
+from halfsilver.privacy.users.stores.sqlite import tff_users
+from halfsilver.privacy.users.stores.tf_example import parse_example
+from halfsilver.tasks import files, wikitext2
+from halfsilver.tasks.stackexchange import data as stackexchange_data
 
 _ROWS = 4  # of each image file
 _USERS = 8

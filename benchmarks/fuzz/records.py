@@ -18,12 +18,12 @@ from torch import Tensor
 import halfsilver as hs
 from benchmarks.fuzz.damage import Bytes, as_json, damaged, forged, json_file, json_lines, twisted
 from benchmarks.fuzz.run import Target
-from halfsilver import checkpoint as checkpoints
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.report.load import load
-from halfsilver.runs import read_json
+from halfsilver.runs import checkpoint as checkpoints
+from halfsilver.runs.folder import read_json
+from halfsilver.runs.verify import verify as verify_run
 from halfsilver.tasks import recipes
-from halfsilver.verify import verify as verify_run
 
 _PLAN = hs.PrivacyPlan(steps=3, sampling_rate=1.0, expected_batch_size=8, noise_multiplier=5.0)
 

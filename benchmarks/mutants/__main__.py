@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.mutants.attempt import Job, Outcome, attempt
 from benchmarks.mutants.catalogue import MUTANTS, Setting
 from benchmarks.mutants.table import clean_row, missed, row_of, shown
-from halfsilver.audit.loops import LOOPS
+from halfsilver.auditing.loops import LOOPS
 from halfsilver.study.jobs import workers
 
 

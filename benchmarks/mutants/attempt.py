@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks.mutants.catalogue import MUTANTS, RUNS, Setting
 from benchmarks.mutants.change import in_force
-from halfsilver.audit.instruments import Finding, judge
-from halfsilver.audit.run import observe
+from halfsilver.auditing.instruments import Finding, judge
+from halfsilver.auditing.run import observe
 
 # Of a false alarm in one run: 200 clean runs stay silent with a probability of at least 0.9998.
 ALPHA = 1e-6

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.mutants.change import Change
-from halfsilver._model_state import ModelState
-from halfsilver._tensors import Tensors, trainable
-from halfsilver.audit import bank
-from halfsilver.audit.bank import Banked
+from halfsilver._core.model_state import ModelState
+from halfsilver._core.tensors import Tensors, trainable
+from halfsilver.auditing import bank
+from halfsilver.auditing.bank import Banked
 from halfsilver.mirror import PublicLoss
 from halfsilver.privacy import gradients, mechanism, noise, releases
 from halfsilver.privacy.entropy import Entropy, UnsafeSeed

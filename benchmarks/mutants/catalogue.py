@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.mutants import bugs
 from benchmarks.mutants.bugs import Bug
-from halfsilver._tensors import batch_rows
-from halfsilver.audit.bank import Layout
-from halfsilver.audit.instruments import Instrument
-from halfsilver.audit.loops import LOOPS, layered, plan_of, synthetic, trainer_loop
-from halfsilver.audit.run import Run
+from halfsilver._core.tensors import batch_rows
+from halfsilver.auditing.bank import Layout
+from halfsilver.auditing.instruments import Instrument
+from halfsilver.auditing.loops import LOOPS, layered, plan_of, synthetic, trainer_loop
+from halfsilver.auditing.run import Run
 from halfsilver.mirror import FirstOrder
 from halfsilver.privacy import mechanism
 from halfsilver.privacy.gradients import base

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.mutants.attempt import Outcome
 from benchmarks.mutants.catalogue import INSTRUMENTS, MUTANTS
-from halfsilver.audit.instruments import Finding
+from halfsilver.auditing.instruments import Finding
 
 
 def row_of(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from halfsilver.audit import Finding, Kind, Observation, Replay, judge, lower_bound
-from halfsilver.audit.bank import Layout
-from halfsilver.audit.instruments import p_values
-from halfsilver.audit.loops import plan_of
+from halfsilver.auditing import Finding, Kind, Observation, Replay, judge, lower_bound
+from halfsilver.auditing.bank import Layout
+from halfsilver.auditing.instruments import p_values
+from halfsilver.auditing.loops import plan_of
 
 ALPHA, STEPS = 1e-6, 40
 PLAN = plan_of(steps=STEPS)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from halfsilver.audit import judge, lower_bound
-from halfsilver.audit.bank import Layout
-from halfsilver.audit.loops import LOOPS, plan_of, run_loop, trainer_loop
-from halfsilver.audit.observe import Kind
-from halfsilver.audit.run import replayed
+from halfsilver.auditing import judge, lower_bound
+from halfsilver.auditing.bank import Layout
+from halfsilver.auditing.loops import LOOPS, plan_of, run_loop, trainer_loop
+from halfsilver.auditing.observe import Kind
+from halfsilver.auditing.run import replayed
 from halfsilver.privacy import noise, releases
 from halfsilver.privacy.gradients import base
 from halfsilver.privacy.gradients.vmap import Vmap

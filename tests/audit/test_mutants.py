@@ -8,7 +8,7 @@ from benchmarks.mutants.attempt import Job, Outcome, attempt
 from benchmarks.mutants.catalogue import MUTANTS, Mutant
 from benchmarks.mutants.change import Change, in_force
 from benchmarks.mutants.table import missed, row_of, shown
-from halfsilver.audit.instruments import Finding
+from halfsilver.auditing.instruments import Finding
 from halfsilver.privacy import noise
 
 QUICK = ("clip x 2", "rate x 1.5", "ledger off by one")  # one for A and C, one for B, one for the reconciliation

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import halfsilver as hs
-from halfsilver import cli, cli_audit
-from halfsilver.audit import AuditReport, Kind
-from halfsilver.audit.bank import Layout
-from halfsilver.audit.loops import LOOPS
+from halfsilver.auditing import AuditReport, Kind
+from halfsilver.auditing.bank import Layout
+from halfsilver.auditing.loops import LOOPS
+from halfsilver.cli import app as cli
+from halfsilver.cli import audit as cli_audit
 from halfsilver.errors import ConfigError
 from halfsilver.federated import LocalTraining
 from halfsilver.mirror import MirrorMap
