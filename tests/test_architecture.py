@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.architecture import BOXES, PACKAGE, PICTURE, draw, imports_of_boxes, modules
 from tests.markdown import ROOT
+from tools.architecture import BOXES, PACKAGE, PICTURE, draw, imports_of_boxes, modules
 
 MIRROR, PRIVACY = "halfsilver.mirror.maps", "halfsilver.privacy.plan"
 
 
 def test_the_picture_shows_the_imports_of_today() -> None:
     drawn = draw(imports_of_boxes(modules()))
-    assert PICTURE.read_text(encoding="utf-8") == drawn, "make it again: python -m benchmarks.architecture"
+    assert PICTURE.read_text(encoding="utf-8") == drawn, "make it again: python -m tools.architecture"
 
 
 def test_each_import_is_a_dot_and_each_box_that_is_imported_has_an_arrow() -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import memory, oracle, race, speed, timing
-from benchmarks.contenders import BASE, CONTENDERS, Contender, Entry, Named, Options
-from benchmarks.models import WORKLOADS, Workload, workload
-from benchmarks.networks import LanguageModel, LoopLSTM, copy_parameters
+from benchmarks.speed import __main__ as speed
+from benchmarks.speed import memory, oracle, race, timing
+from benchmarks.speed.contenders import BASE, CONTENDERS, Contender, Entry, Named, Options
+from benchmarks.speed.models import WORKLOADS, Workload, workload
+from benchmarks.speed.networks import LanguageModel, LoopLSTM, copy_parameters
 
 COLUMNS = {"model", "contender", "ratio", "min", "max", "reps"}
 QUICK = ["--models", "tiny", "--reps", "2", "--quick"]

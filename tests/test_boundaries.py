@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import halfsilver as hs
-from benchmarks.architecture import PACKAGE, dotted, imports, modules
 from halfsilver.privacy.gradients import BackendName
 from halfsilver.trainer import StepReport
+from tools.architecture import PACKAGE, dotted, imports, modules
 
 SHARED = ("halfsilver.errors", "halfsilver._core")  # what both sides may import
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.disk import Disk, Watch
+from benchmarks.robustness.disk import Disk, Watch
 from halfsilver._core import system
 
 FINDS = {
@@ -24,8 +24,8 @@ FINDS = {
 
 @pytest.mark.slow
 def test_kills_lose_nothing_and_mutants_are_found_out() -> None:
-    """12 SIGKILLs with power cuts; the full form is `python -m benchmarks.crash --kills 200 --json`."""
-    command = [sys.executable, "-m", "benchmarks.crash", "--kills", "12", "--mutants", "6", "--json"]
+    """12 SIGKILLs with power cuts; the full form is `python -m benchmarks.robustness.crash --kills 200 --json`."""
+    command = [sys.executable, "-m", "benchmarks.robustness.crash", "--kills", "12", "--mutants", "6", "--json"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr + done.stdout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import halfsilver as hs
-from benchmarks import fallback
+from benchmarks.studies import fallback
 from halfsilver.study.problem import Problem
 
 

@@ -1,6 +1,7 @@
 """A full or failing disk at every write, a process that dies anywhere, eight that want one folder, clocks that lie.
 
-`benchmarks.disk` keeps what was fsynced, so each release can be held against the records that were durable then.
+`benchmarks.robustness.disk` keeps what was fsynced, so each release can be held against the records that were durable
+then.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import pytest
 import torch
 
 import halfsilver as hs
-from benchmarks.crash import steps_in
-from benchmarks.disk import Disk, Watch
+from benchmarks.robustness.crash import steps_in
+from benchmarks.robustness.disk import Disk, Watch
 from halfsilver._core import system
 from halfsilver.errors import BudgetExceeded, CheckpointCorrupt, ConfigError, LedgerCorrupt, StorageError
 from halfsilver.privacy.ledger import records as ledger_records

@@ -1,6 +1,6 @@
 """Every reader, given damaged files, returns data or raises a typed error.
 
-The long form is ``python -m benchmarks.fuzz --seconds 120 --json``.
+The long form is ``python -m benchmarks.robustness.fuzz --seconds 120 --json``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fuzz.__main__ import TARGETS
-from benchmarks.fuzz.damage import damaged
-from benchmarks.fuzz.run import Tally, Target, fuzz
+from benchmarks.robustness.fuzz.__main__ import TARGETS
+from benchmarks.robustness.fuzz.damage import damaged
+from benchmarks.robustness.fuzz.run import Tally, Target, fuzz
 from halfsilver.errors import DataMissing
 
 CASES = 40

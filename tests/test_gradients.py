@@ -1,4 +1,4 @@
-"""What benchmarks.overfit and benchmarks.gradients say of a study, against figures by hand."""
+"""What benchmarks.studies.overfit and benchmarks.studies.gradients say of a study, against figures by hand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import overfit
-from benchmarks.gradients import figures
+from benchmarks.studies import overfit
+from benchmarks.studies.gradients import figures
 from halfsilver.study.study import Study
 from tests import small_study as small
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from benchmarks.house import functions, house, length, measured, typed
+from tools.house import functions, house, length, measured, typed
 
 
 def test_the_package_keeps_to_the_rules() -> None:

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks import overlap as benchmark
-from benchmarks.architecture import PACKAGE, imports
+from benchmarks.robustness import overlap as benchmark
 from halfsilver.cli import app as cli
 from halfsilver.errors import ConfigError, DataMissing
 from halfsilver.overlap import overlap_of_images, overlap_of_lines, overlap_of_rows
+from tools.architecture import PACKAGE, imports
 
 WORDS = [f"w{i}" for i in range(500)]
 
@@ -319,7 +319,7 @@ def test_nothing_but_the_command_imports_the_tool() -> None:
 
 
 def test_planted_images_of_cifar10(data_dir: Path) -> None:
-    """A tenth of the private rows; the whole split is `python -m benchmarks.overlap`."""
+    """A tenth of the private rows; the whole split is `python -m benchmarks.robustness.overlap`."""
     figures = benchmark.planted_images(data_dir, private=4_800, planted=40)
     assert figures["exact_found"] == 1.0
     assert min(figures["shifted_found"], figures["brightness_found"]) >= 0.95
@@ -327,7 +327,7 @@ def test_planted_images_of_cifar10(data_dir: Path) -> None:
 
 
 def test_lines_with_unknown_words_are_found_again(data_dir: Path) -> None:
-    """2,000 lines of WikiText-2; the whole of it against WikiText-103 is `python -m benchmarks.overlap`."""
+    """2,000 lines of WikiText-2; the whole of it against WikiText-103 is `python -m benchmarks.robustness.overlap`."""
     figures = benchmark.gapped_text(data_dir, lines=2_000)
     assert figures["near_found"] >= 0.95
     assert figures["false_alarms"] <= 1e-2

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import halfsilver as hs
-from benchmarks import carry
+from benchmarks.studies import carry
 from halfsilver.errors import ConfigError, RunFolderBusy
 from halfsilver.runs import checkpoint
 from halfsilver.study import study as study_module

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import supply
 from tests.markdown import ROOT
+from tools import supply
 
 LOCKED = re.findall(r"^([a-z0-9-]+)==", (ROOT / "requirements.lock").read_text(encoding="utf-8"), re.MULTILINE)
 
@@ -46,7 +46,7 @@ def test_the_same_environment_gives_the_same_bytes() -> None:
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the lock file is for CPython 3.11")
 def test_the_page_of_licences_is_up_to_date() -> None:
-    """If not: python -m benchmarks.supply --write."""
+    """If not: python -m tools.supply --write."""
     text = supply.PAGE.read_text(encoding="utf-8")
     assert text == supply.page(text)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and line.count(" | ") == 3][1:]

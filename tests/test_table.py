@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import table
-from benchmarks.table import BEGIN, END, NOTHING, Study, main
+from tools import table
+from tools.table import BEGIN, END, NOTHING, Study, main
 
 Json = dict[str, Any]
 FINALS = {  # loss and accuracy of each seed

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.mutants.attempt import Job, Outcome, attempt
-from benchmarks.mutants.catalogue import MUTANTS, Mutant
-from benchmarks.mutants.change import Change, in_force
-from benchmarks.mutants.table import missed, row_of, shown
+from benchmarks.robustness.mutants.attempt import Job, Outcome, attempt
+from benchmarks.robustness.mutants.catalogue import MUTANTS, Mutant
+from benchmarks.robustness.mutants.change import Change, in_force
+from benchmarks.robustness.mutants.table import missed, row_of, shown
 from halfsilver.auditing.instruments import Finding
 from halfsilver.privacy import noise
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.stackoverflow_file import INDEXES, example, write
+from benchmarks.federated.stackoverflow_file import INDEXES, example, write
 from halfsilver.errors import PrivateDataError
 from halfsilver.federated import InProcess, LocalTraining, Round
 from halfsilver.privacy.users.stores.base import PrivateUsers, TensorUsers, UserStore
