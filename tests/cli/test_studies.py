@@ -15,7 +15,7 @@ from halfsilver.cli import app as cli
 from halfsilver.errors import HalfsilverError
 from halfsilver.tasks import named, source
 from halfsilver.tasks.recipes import load
-from tests.small_study import RECIPE, problem
+from tests.study.small_study import RECIPE, problem
 
 
 def invoke(*words: str) -> Any:

@@ -22,7 +22,7 @@ from halfsilver.tasks import TASKS, cifar10, emnist, wikitext2
 from halfsilver.tasks.augment import mixed, recoloured, with_hole
 from halfsilver.tasks.images import mirrored, moved, repeated
 from halfsilver.tasks.split import Split
-from tests.test_files import write_cifar10, write_emnist
+from tests.tasks.test_files import write_cifar10, write_emnist
 
 # ---- the split
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import halfsilver as hs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TOPICS = ("beer tastes of malt and hops", "a printer extrudes warm plastic", "a qubit is measured in a basis")
 
 

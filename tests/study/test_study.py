@@ -30,7 +30,7 @@ from halfsilver.study.run import Run, mirror_of, run
 from halfsilver.study.start import make_start, new_model
 from halfsilver.study.study import Study
 from halfsilver.study.summary import ledger_totals
-from tests.small_study import GRID, RECIPE, accuracy, asked, loss_fn, make_model, problem, records, scored_losses
+from tests.study.small_study import GRID, RECIPE, accuracy, asked, loss_fn, make_model, problem, records, scored_losses
 
 # ---- a study
 
@@ -298,7 +298,7 @@ def test_mistakes_are_named(wrong: dict[str, Any], message: str, tmp_path: Path)
 _SCRIPT = """
 import sys
 from pathlib import Path
-from tests.test_study import asked, problem
+from tests.study.test_study import asked, problem
 from halfsilver.study.study import Study
 Study(folder=Path(sys.argv[1]), asked=asked(search="paper search"), source=problem).go(workers_count=int(sys.argv[2]))
 """

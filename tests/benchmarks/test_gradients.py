@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.studies import overfit
 from benchmarks.studies.gradients import figures
 from halfsilver.study.study import Study
-from tests import small_study as small
+from tests.study import small_study as small
 
 
 def test_gradients_of_a_linear_model() -> None:

@@ -15,7 +15,7 @@ from halfsilver.study.problem import Setting
 from halfsilver.study.search import broken_start, choose, first_settings, neighbours, settings_wanted
 from halfsilver.study.study import Study
 from halfsilver.study.summary import ledger_totals
-from tests.small_study import GRID, RECIPE, Forbidden, asked, problem, scored_losses
+from tests.study.small_study import GRID, RECIPE, Forbidden, asked, problem, scored_losses
 
 # ---- what a search sees
 

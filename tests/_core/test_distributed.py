@@ -27,7 +27,7 @@ from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.runs.verify import verify
-from tests.distributed_worker import long_trainer, rows
+from tests._core.distributed_worker import long_trainer, rows
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -104,7 +104,7 @@ def test_the_search_ends_inside_its_grid(monkeypatch: pytest.MonkeyPatch) -> Non
     assert abs(np.log2(point.clip / 0.1)) <= 0.5
 
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "linreg"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "linreg"
 
 
 def test_committed_results() -> None:
