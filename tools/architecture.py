@@ -34,28 +34,22 @@ class Box:
 
 
 BOXES = (
-    Box("command line", "cli*.py, doctor.py", ("__main__", "cli", "cli_*", "doctor"), "ways in"),
-    Box("compare.py", "the four methods on your model", ("compare",)),
+    Box("cli/", "the command line", ("__main__", "cli"), "ways in"),
     Box("federated/", "names, and the Flower engine", ("federated",)),
     Box("tracking.py", "TensorBoard and MLflow", ("tracking",)),
-    Box("audit/", "canaries in every loop", ("audit",), "proof"),
+    Box("auditing/", "canaries in every loop", ("audit", "auditing"), "proof"),
     Box("overlap/", "private rows in public data", ("overlap",)),
     Box("theory.py", "the paper's bounds", ("theory",)),
     Box("linear_model.py", "scikit-learn's conventions", ("linear_model",), "further ways in, which are audited"),
     Box("opacus.py", "a mirror for an Opacus loop", ("opacus",)),
-    Box("report/", "pages and figures", ("report", "plots"), "studies"),
+    Box("report/", "pages and figures", ("report",), "studies"),
     Box("tasks/", "benchmarks, studies by name", ("tasks",)),
     Box("study/", "methods side by side", ("study",)),
-    Box(
-        "trainer.py",
-        "the loop, session, statement",
-        ("trainer", "session", "state", "statement", "verify", "progress"),
-        "the loop",
-    ),
+    Box("trainer.py", "the loop", ("trainer",), "the loop"),
+    Box("runs/", "one run on disk", ("runs",)),
     Box("mirror/", "public data, released tensors", ("mirror",), "two sides: neither imports the other"),
     Box("privacy/", "all that sees private records", ("privacy",)),
-    Box("runs, checkpoint", "files", ("runs", "checkpoint"), "helpers"),
-    Box("errors, _*.py", "tensors, processes, locks", ("errors", "averaging", "_*")),
+    Box("errors, _core/", "tensors, processes, locks", ("errors", "_core"), "helpers"),
 )
 Imports = Mapping[str, frozenset[str]]  # from the name of a box to those of others
 
