@@ -35,8 +35,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from transformers.utils import logging
 
 import halfsilver as hs
-from halfsilver.plots import COLOURS, saved, style
-from halfsilver.runs import versions, write_json
+from halfsilver.report.plots import COLOURS, saved, style
+from halfsilver.runs.folder import versions, write_json
 
 EPSILONS, DELTA = (1.0, 8.0), 1e-5
 PARTS = {"test": 15, "public": 8, "private": 77}  # per cent of the accounts

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import halfsilver as hs
-from benchmarks import idea
 from tests.markdown import ROOT
+from tools import idea
 
 ENTRY = re.compile(r"^\.\. (?:module|auto\w+):: halfsilver\.(\w+)$", re.MULTILINE)
 

@@ -1,6 +1,7 @@
 """A full or failing disk at every write, a process that dies anywhere, eight that want one folder, clocks that lie.
 
-`benchmarks.disk` keeps what was fsynced, so each release can be held against the records that were durable then.
+`benchmarks.robustness.disk` keeps what was fsynced, so each release can be held against the records that were durable
+then.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ import pytest
 import torch
 
 import halfsilver as hs
-from benchmarks.crash import steps_in
-from benchmarks.disk import Disk, Watch
-from halfsilver import _os, runs
+from benchmarks.robustness.crash import steps_in
+from benchmarks.robustness.disk import Disk, Watch
+from halfsilver._core import system
 from halfsilver.errors import BudgetExceeded, CheckpointCorrupt, ConfigError, LedgerCorrupt, StorageError
-from halfsilver.privacy import ledger_records
+from halfsilver.privacy.ledger import records as ledger_records
 from halfsilver.privacy.releases import Releases
-from halfsilver.verify import verify
+from halfsilver.runs import folder as runs
+from halfsilver.runs.verify import verify
 
 PLAN = hs.PrivacyPlan(steps=4, spare_steps=8, sampling_rate=1.0, expected_batch_size=30, noise_multiplier=30.0)
 ROWS = torch.linspace(-1, 1, 120).reshape(30, 4)
@@ -117,7 +119,7 @@ class Calls:
             return called
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_os, "open", opened, raising=False)
+            patch.setattr(system, "open", opened, raising=False)
             patch.setattr(runs, "open", opened, raising=False)
             patch.setattr(os, "write", write)
             patch.setattr(os, "fsync", before("fsync", watch.fsync))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfsilver as hs
-from halfsilver._tensors import flatten
+from halfsilver._core.tensors import flatten
 from halfsilver.errors import ConfigError, PrivateDataError
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.privacy.gradients import make_backend

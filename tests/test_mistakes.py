@@ -207,7 +207,7 @@ def test_an_answer_that_is_no_has_exit_code_1(
     def refuse(**_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("halfsilver.cli.PrivacyPlan", refuse)
+    monkeypatch.setattr("halfsilver.cli.app.PrivacyPlan", refuse)
     assert ended(*EPSILON, "1") == 1
     assert capsys.readouterr().err == f"halfsilver: {error}\n"
 
@@ -227,7 +227,7 @@ def test_without_the_extra_the_command_line_names_it(
             raise ImportError(name)
         return real(name, *rest)
 
-    monkeypatch.delitem(sys.modules, "halfsilver.cli", raising=False)
+    monkeypatch.delitem(sys.modules, "halfsilver.cli.app", raising=False)
     monkeypatch.setattr(builtins, "__import__", without_typer)
     assert ended("--version") == 2
     assert "pip install 'halfsilver[cli]'" in capsys.readouterr().err

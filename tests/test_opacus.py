@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfsilver as hs
-from halfsilver._tensors import Tensors, flatten, trainable
+from halfsilver._core.tensors import Tensors, flatten, trainable
 from halfsilver.errors import CheckpointCorrupt, ConfigError, MissingExtra
 from halfsilver.mirror import DualAveraging, MirrorMap
 from halfsilver.opacus import MirrorHandle, attach_mirror

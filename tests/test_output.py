@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from halfsilver import cli
-from halfsilver.progress import progress_bar
+from halfsilver.cli import app as cli
+from halfsilver.runs.progress import progress_bar
 from halfsilver.tasks import named
 
 CONTROL = re.compile(r"[^\n -~\u00a0-\uffff]")

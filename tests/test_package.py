@@ -10,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import halfsilver as hs
 from tests.markdown import ROOT
 
 LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8")
@@ -51,3 +52,14 @@ def test_citation_and_changes_name_the_same_release() -> None:
     version = _project()["version"]
     (day,) = re.findall(rf"^version: {re.escape(version)}\ndate-released: (\S+)$", cited, re.MULTILINE)
     assert f"## {version} - {day}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_earlier_path_of_the_audit_warns_and_works() -> None:
+    from halfsilver import auditing
+
+    with pytest.warns(DeprecationWarning, match=r"halfsilver\.auditing\.AuditReport"):
+        from halfsilver.audit import AuditReport
+    assert AuditReport is auditing.AuditReport
+    assert callable(hs.audit)
+    with pytest.raises(ImportError):
+        from halfsilver.audit import nothing  # noqa: F401

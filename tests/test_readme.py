@@ -14,7 +14,7 @@ import pytest
 
 from tests.markdown import PAGES, ROOT, Block, blocks
 
-MAIN = "import sys; from halfsilver.cli import main; sys.exit(main())"
+MAIN = "import sys; from halfsilver.cli.app import main; sys.exit(main())"
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)|src=\"([^\"]+)\"")
 
 

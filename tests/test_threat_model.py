@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import halfsilver as hs
-from halfsilver import checkpoint, session
 from halfsilver.errors import LedgerCorrupt
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.releases import Releases
-from halfsilver.verify import verify
+from halfsilver.runs import checkpoint, session
+from halfsilver.runs.verify import verify
 from tests.markdown import ROOT
 
 PAGE = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")

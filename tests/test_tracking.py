@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from halfsilver._distributed import World
+from halfsilver._core.distributed import World
 from halfsilver.errors import ConfigError, MissingExtra
 from halfsilver.privacy.gradients import Speed
 from halfsilver.tracking import MLflow, TensorBoard

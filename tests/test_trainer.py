@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfsilver as hs
-from halfsilver._tensors import flatten, trainable
-from halfsilver.averaging import Average
+from halfsilver._core.averaging import Average
+from halfsilver._core.tensors import flatten, trainable
 from halfsilver.errors import CheckpointCorrupt, ConfigError, LedgerCorrupt, RunFolderBusy
 from halfsilver.privacy.gradients.base import ClippedSum
 from halfsilver.privacy.mechanism import PrivateGradient
-from halfsilver.runs import RunFolder
+from halfsilver.runs.folder import RunFolder
 from halfsilver.trainer import StepReport
 
 

@@ -16,7 +16,7 @@ import halfsilver as hs
 from halfsilver.errors import ConfigError, PrivateDataError
 from halfsilver.privacy.data import PrivateData
 from halfsilver.report import write_report
-from halfsilver.verify import verify
+from halfsilver.runs.verify import verify
 
 EXAMPLE = (torch.zeros(4), torch.tensor(0))
 

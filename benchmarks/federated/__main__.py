@@ -32,7 +32,7 @@ import torch
 from benchmarks import show
 from benchmarks.federated import clients, core, flower, population
 from benchmarks.federated.rounds import Row
-from benchmarks.speed import circumstances, say
+from benchmarks.speed.__main__ import circumstances, say
 
 PARTS = ("core", "population", "clients", "flower")
 PARAMETERS = 500_416

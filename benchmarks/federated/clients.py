@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.federated.rounds import Row, Spent, middle, now, timed, timed_rounds
-from halfsilver._tensors import Batch, trainable
+from halfsilver._core.tensors import Batch, trainable
 from halfsilver.federated import Engine, InProcess, LocalTraining, PrivateUsers, Round
 from halfsilver.privacy.users import Fold, engine
 from halfsilver.privacy.users.local import descended

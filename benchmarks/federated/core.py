@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import halfsilver as hs
 from benchmarks.federated.rounds import Row, Spent, middle, timed, timed_rounds
-from halfsilver._tensors import Tensors, trainable, unflatten
+from halfsilver._core.tensors import Tensors, trainable, unflatten
 from halfsilver.federated import Contribution, Round
 from halfsilver.mirror import PublicLoss
 from halfsilver.privacy.entropy import OsEntropy

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import stackoverflow_file
+from benchmarks.federated import stackoverflow_file
 from benchmarks.federated.rounds import Row, Spent, middle, timed, timed_rounds
-from benchmarks.memory import peak_above_idle
+from benchmarks.speed.memory import peak_above_idle
 from halfsilver.federated import InProcess, LocalTraining, PrivateUsers
-from halfsilver.privacy.users.sqlite import SqliteUsers, tff_users
-from halfsilver.privacy.users.tf_example import Example
+from halfsilver.privacy.users.stores.sqlite import SqliteUsers, tff_users
+from halfsilver.privacy.users.stores.tf_example import Example
 from halfsilver.tasks.networks import LanguageModel
 from halfsilver.tasks.sentences import SPECIAL, Rows, encode
 from halfsilver.tasks.stackexchange import loss_fn

@@ -6,9 +6,9 @@
 True
 """
 
+from halfsilver import audit as _deprecated_path  # noqa: F401 - before the function of that name
 from halfsilver import opacus
-from halfsilver.audit import audit
-from halfsilver.compare import Comparison, compare
+from halfsilver.auditing import audit
 from halfsilver.errors import BudgetExceeded, HalfsilverError
 from halfsilver.mirror import (
     Bregman,
@@ -26,6 +26,7 @@ from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Speed
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.study.compare import Comparison, compare
 from halfsilver.study.problem import Grid, Pretrain, Recipe
 from halfsilver.trainer import RunResult, Trainer
 

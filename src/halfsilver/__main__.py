@@ -27,7 +27,7 @@ _WRONG_USE = (ConfigError, DataMissing, FileNotFoundError, MissingExtra, Private
 def main() -> None:
     """Run the command line: what we or the operating system refuse is one line on stderr; a traceback is a bug."""
     try:
-        from halfsilver.cli import app  # here, because the extra may be missing
+        from halfsilver.cli.app import app  # here, because the extra may be missing
 
         app()
     except (HalfsilverError, OSError) as error:

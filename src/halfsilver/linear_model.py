@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfsilver._distributed import World
-from halfsilver._tensors import Batch
-from halfsilver.averaging import AverageKind
+from halfsilver._core.averaging import AverageKind
+from halfsilver._core.distributed import World
+from halfsilver._core.tensors import Batch
 from halfsilver.errors import ConfigError, MissingExtra, require
 from halfsilver.mirror import Bregman, ConstraintSet, Euclidean, MirrorMap, Quadratic
 from halfsilver.privacy.count import noisy_count

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfsilver._tensors import Tensors, trainable
+from halfsilver._core.tensors import Tensors, trainable
 from halfsilver.errors import CheckpointCorrupt, ConfigError, MissingExtra, require
 from halfsilver.mirror import Clock, MirrorMap, PublicLoss, State
 

@@ -17,7 +17,7 @@ from typing import Any, final
 
 import torch
 
-from halfsilver._distributed import World
+from halfsilver._core.distributed import World
 from halfsilver.errors import ConfigError, MissingExtra
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.trainer import StepReport

@@ -14,11 +14,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfsilver._distributed import World
-from halfsilver._random import own_randomness
-from halfsilver._sharded import local, replicated, reshard, unwrapped, whole_model
-from halfsilver._tensors import LossFn, Tensors, eval_mode, norm, trainable
-from halfsilver.averaging import Average, AverageKind, copy_to
+from halfsilver._core.averaging import Average, AverageKind, copy_to
+from halfsilver._core.distributed import World
+from halfsilver._core.random import own_randomness
+from halfsilver._core.sharded import local, replicated, reshard, unwrapped, whole_model
+from halfsilver._core.tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.errors import BudgetExceeded, ConfigError, PrivateDataError, require
 from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, PublicLoss, pretrain
 from halfsilver.privacy.data import PrivateData
@@ -29,10 +29,10 @@ from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.metrics import mean_not_private
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.users import Engine, UserUpdates
-from halfsilver.progress import progress_bar
-from halfsilver.session import Session
-from halfsilver.state import Parts, TrainState, pack, unpack
-from halfsilver.statement import diverged
+from halfsilver.runs.progress import progress_bar
+from halfsilver.runs.session import Session
+from halfsilver.runs.state import Parts, TrainState, pack, unpack
+from halfsilver.runs.statement import diverged
 
 Stopped = Literal["finished", "budget", "diverged"]
 Source = PrivateGradient | UserUpdates  # of released gradients

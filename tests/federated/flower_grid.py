@@ -19,7 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 import halfsilver as hs
-from halfsilver._tensors import flatten, trainable
+from halfsilver._core.tensors import flatten, trainable
 from halfsilver.federated import PrivateUsers, Round, TensorUsers
 from halfsilver.federated.flower import Client, Enrolment, Member, MirrorStrategy, Settings, answer, fingerprint
 from halfsilver.federated.flower.keys import private_key, sign, statement

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import halfsilver as hs
-from halfsilver._distributed import World
+from halfsilver._core.distributed import World
 from halfsilver.federated import Contribution, LocalTraining, PrivateUsers, Round, TensorUsers
 from halfsilver.privacy.entropy import Entropy, OsEntropy
 from halfsilver.privacy.ledger import Ledger

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import stackoverflow_file
 from benchmarks.federated import __main__ as federated
-from benchmarks.federated import clients, core, flower, population
+from benchmarks.federated import clients, core, flower, population, stackoverflow_file
 from halfsilver.federated import InProcess, PrivateUsers
 from halfsilver.privacy.users import engine
 from halfsilver.tasks import stackexchange

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import flatten, take_rows
+from halfsilver._core.tensors import flatten, take_rows
 from halfsilver.federated import Engine, InProcess, Round, Workers, local_update
 from tests.federated.flower_grid import FakeGrid, asked, nodes, server_process, strategy, total
 from tests.federated.helpers import LOCAL, columns, users

@@ -17,7 +17,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 import halfsilver as hs
-from halfsilver._tensors import flatten, norm, trainable
+from halfsilver._core.tensors import flatten, norm, trainable
 from halfsilver.errors import ConfigError, UnsupportedLayer
 from halfsilver.federated import (
     Contribution,

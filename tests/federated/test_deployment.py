@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.deployment import ROUNDS, deployment
+from benchmarks.federated.deployment import ROUNDS, deployment
 
 
 @pytest.mark.deployment

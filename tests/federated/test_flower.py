@@ -18,7 +18,7 @@ from flwr.app import ConfigRecord
 from torch import Tensor
 
 import halfsilver as hs
-from halfsilver._tensors import Tensors, flatten, norm, trainable
+from halfsilver._core.tensors import Tensors, flatten, norm, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.federated import InProcess, PublicUsers
 from halfsilver.federated.flower import (
@@ -32,7 +32,7 @@ from halfsilver.federated.flower import (
 from halfsilver.federated.flower.keys import private_key
 from halfsilver.federated.flower.wire import from_record, to_record
 from halfsilver.mirror import PublicLoss
-from halfsilver.verify import verify
+from halfsilver.runs.verify import verify
 from tests.federated.flower_grid import (
     FAST,
     FakeGrid,

@@ -11,7 +11,7 @@ from flwr.app import Message
 from torch import Tensor
 
 import halfsilver as hs
-from halfsilver._tensors import flatten, norm, trainable
+from halfsilver._core.tensors import flatten, norm, trainable
 from halfsilver.federated.flower import Client, MirrorStrategy, Settings
 from halfsilver.federated.flower.wire import to_record
 from halfsilver.privacy.entropy import UnsafeSeed

@@ -11,7 +11,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 
-from halfsilver._tensors import norm, trainable
+from halfsilver._core.tensors import norm, trainable
 from halfsilver.federated import InProcess
 from halfsilver.federated.flower.wire import to_record
 from tests.federated.flower_grid import (

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfsilver._tensors import take_rows
+from halfsilver._core.tensors import take_rows
 from halfsilver.errors import ConfigError, DataMissing
 from halfsilver.mirror.public import PublicLoss
-from halfsilver.privacy.users.store import PrivateUsers
+from halfsilver.privacy.users.stores.base import PrivateUsers
 from halfsilver.study.problem import Problem
 from halfsilver.tasks import stackexchange
 from halfsilver.tasks.sentences import BOS, EOS, PAD, SPECIAL, UNKNOWN, encode, frequencies, sentences, vocabulary
-from halfsilver.tasks.stackexchange_data import Options, fraction, parts, said
+from halfsilver.tasks.stackexchange.data import Options, fraction, parts, said
 
 # ---- text
 

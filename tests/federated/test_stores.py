@@ -20,13 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.stackoverflow_file import INDEXES, example, write
+from benchmarks.federated.stackoverflow_file import INDEXES, example, write
 from halfsilver.errors import PrivateDataError
 from halfsilver.federated import InProcess, LocalTraining, Round
-from halfsilver.privacy.users.jsonl import JsonlUsers
-from halfsilver.privacy.users.sqlite import SqliteUsers, Tables, tff_users
-from halfsilver.privacy.users.store import PrivateUsers, TensorUsers, UserStore
-from halfsilver.privacy.users.tf_example import Example, MalformedExample, parse_example
+from halfsilver.privacy.users.stores.base import PrivateUsers, TensorUsers, UserStore
+from halfsilver.privacy.users.stores.jsonl import JsonlUsers
+from halfsilver.privacy.users.stores.sqlite import SqliteUsers, Tables, tff_users
+from halfsilver.privacy.users.stores.tf_example import Example, MalformedExample, parse_example
 
 # ---- the handle, and users in memory
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import halfsilver as hs
-from halfsilver._tensors import Batch, flatten, norm, trainable
+from halfsilver._core.tensors import Batch, flatten, norm, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.federated import Engine, InProcess, LocalTraining, PrivateUsers, Round
 from halfsilver.privacy.users import Fold, workers

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfsilver._tensors import Batch, trainable
+from halfsilver._core.tensors import Batch, trainable
 from halfsilver.mirror import Clock, PublicLoss
 
 MakePublic = Callable[..., PublicLoss]

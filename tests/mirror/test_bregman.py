@@ -9,7 +9,7 @@ import scipy.optimize
 import torch
 from torch import Tensor, nn
 
-from halfsilver._tensors import axpy, flatten, norm, scale, trainable, unflatten
+from halfsilver._core.tensors import axpy, flatten, norm, scale, trainable, unflatten
 from halfsilver.errors import ConfigError, ConvergenceError
 from halfsilver.mirror import (
     Bregman,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import norm, trainable
+from halfsilver._core.tensors import norm, trainable
 from halfsilver.mirror import (
     Bregman,
     Clock,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import halfsilver as hs
-from halfsilver._tensors import norm
+from halfsilver._core.tensors import norm
 from halfsilver.errors import ConfigError
 from halfsilver.mirror import Clock, FallBack, FirstOrder
 

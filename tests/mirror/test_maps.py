@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import norm, trainable
+from halfsilver._core.tensors import norm, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.mirror import (
     Clock,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfsilver._tensors import Batch
+from halfsilver._core.tensors import Batch
 from halfsilver.errors import ConfigError
 from halfsilver.mirror import PretrainResult, pretrain
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from halfsilver._tensors import Batch, flatten, trainable, unflatten
+from halfsilver._core.tensors import Batch, flatten, trainable, unflatten
 from halfsilver.errors import ConfigError
 from halfsilver.mirror import PublicLoss
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import flatten, norm, trainable
+from halfsilver._core.tensors import flatten, norm, trainable
 from halfsilver.errors import ConfigError, ConvergenceError
 from halfsilver.mirror import Clock, Euclidean, PublicLoss, Quadratic
 

@@ -11,7 +11,7 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import axpy, flatten, scale, trainable, unflatten
+from halfsilver._core.tensors import axpy, flatten, scale, trainable, unflatten
 from halfsilver.errors import ConfigError, ConvergenceError
 from halfsilver.mirror import (
     Bregman,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfsilver._tensors import Batch, LossFn, flatten, take_rows, trainable
+from halfsilver._core.tensors import Batch, LossFn, flatten, take_rows, trainable
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients import Speed, make_backend
 from halfsilver.privacy.gradients.base import Adding, row_norms

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients.base import Adding, row_norms
 from halfsilver.privacy.gradients.book import BookKeeping
-from halfsilver.privacy.gradients.book import conv as kernel
 from halfsilver.privacy.gradients.book.contributions import Contribution
-from halfsilver.privacy.gradients.book.conv_gram import Gram
-from halfsilver.privacy.gradients.book.conv_ways import Products
+from halfsilver.privacy.gradients.book.conv import layer as kernel
+from halfsilver.privacy.gradients.book.conv.gram import Gram
+from halfsilver.privacy.gradients.book.conv.ways import Products
 from halfsilver.privacy.gradients.book.tape import Tape
 from halfsilver.privacy.gradients.vmap import Vmap
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from halfsilver._tensors import flatten, trainable
+from halfsilver._core.tensors import flatten, trainable
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients import Speed, make_backend
 from halfsilver.privacy.gradients.base import row_norms

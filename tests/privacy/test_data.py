@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from halfsilver.errors import PrivateDataError
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.schema import Schema
-from halfsilver.privacy.users.store import TensorUsers
+from halfsilver.privacy.users.stores.base import TensorUsers
 
 
 class Broken(Dataset[Any]):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfsilver._tensors import Batch, LossFn, flatten, take_rows, trainable
+from halfsilver._core.tensors import Batch, LossFn, flatten, take_rows, trainable
 from halfsilver.errors import ConfigError, UnsupportedLayer
 from halfsilver.privacy.gradients import BACKENDS, ClippedSum, Speed, make_backend
 from halfsilver.privacy.gradients.base import Adding, GradientBackend, clip_factors, row_norms

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from halfsilver import _os
+from halfsilver._core import system
 from halfsilver.errors import BudgetExceeded, ConfigError, LedgerCorrupt
 from halfsilver.privacy import accounting
 from halfsilver.privacy.accounting import MechanismCount, epsilon_of
 from halfsilver.privacy.ledger import Budget, Ledger
-from halfsilver.privacy.ledger_records import decode
+from halfsilver.privacy.ledger.records import decode
 from halfsilver.privacy.plan import PrivacyPlan
 
 BUDGET = Budget(epsilon=1.0, delta=1e-5)
@@ -52,8 +52,8 @@ def test_a_step_is_in_the_file_before_intend_returns(path: Path) -> None:
 def test_each_append_is_synced_and_so_is_the_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Ledger.open(path).register_run("a", full_batch())
     ledger, calls = Ledger.open(path), list[str]()
-    monkeypatch.setattr(_os, "fsync_file", lambda fd: calls.append("file"))
-    monkeypatch.setattr(_os, "fsync_folder", lambda folder: calls.append("folder"))
+    monkeypatch.setattr(system, "fsync_file", lambda fd: calls.append("file"))
+    monkeypatch.setattr(system, "fsync_folder", lambda folder: calls.append("folder"))
     ledger.intend("a")
     ledger.intend("a")
     # Whoever put the ledger there may not have come to sync the folder. The last is the head beside it, which may lag.
@@ -258,7 +258,7 @@ class TestHeadBesideTheLedger:
     def test_the_ledger_may_be_ahead_of_it(self, path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
         """As after a death between the two writes, or after steps that an earlier version took; compacted or not."""
         with monkeypatch.context() as patch:
-            patch.setattr(_os, "write_atomically", lambda *args, **kwargs: None)
+            patch.setattr(system, "write_atomically", lambda *args, **kwargs: None)
             ledger.intend("a", 2)
         assert steps_of(Ledger.open(path)) == 5
         behind = path.with_name("ledger.jsonl.head").read_bytes()

@@ -13,12 +13,12 @@ import dp_accounting as dpa
 import pytest
 from dp_accounting import pld, rdp
 
-from halfsilver import _os
+from halfsilver._core import system
 from halfsilver.errors import BudgetExceeded
 from halfsilver.privacy.accounting import MechanismCount, rdp_at
 from halfsilver.privacy.ledger import Budget, Ledger
-from halfsilver.privacy.ledger_budget import Rule
-from halfsilver.privacy.ledger_records import GENESIS, canonical, decode, digest
+from halfsilver.privacy.ledger.budget import Rule
+from halfsilver.privacy.ledger.records import GENESIS, canonical, decode, digest
 from halfsilver.privacy.plan import PrivacyPlan
 
 DELTA = 1e-5
@@ -134,8 +134,8 @@ class Schedule:
 
 def test_1000_random_schedules_never_exceed_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing here depends on the disk, and 10,000 syncs take long.
-    monkeypatch.setattr(_os, "fsync_file", lambda fd: None)
-    monkeypatch.setattr(_os, "fsync_folder", lambda path: None)
+    monkeypatch.setattr(system, "fsync_file", lambda fd: None)
+    monkeypatch.setattr(system, "fsync_folder", lambda path: None)
     exhausted = 0
     for seed in range(1000):
         schedule = Schedule(tmp_path / str(seed), seed)

@@ -9,7 +9,7 @@ import pytest
 
 from halfsilver.errors import BudgetExceeded, LedgerCorrupt
 from halfsilver.privacy.ledger import Budget, Ledger
-from halfsilver.privacy.ledger_records import decode, encode
+from halfsilver.privacy.ledger.records import decode, encode
 from halfsilver.privacy.plan import PrivacyPlan
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from halfsilver.errors import LedgerCorrupt
 from halfsilver.privacy.ledger import Budget, Head, Ledger
-from halfsilver.privacy.ledger_records import GENESIS, canonical, decode, digest, encode
+from halfsilver.privacy.ledger.records import GENESIS, canonical, decode, digest, encode
 from halfsilver.privacy.plan import PrivacyPlan
 
 PLAN = PrivacyPlan(steps=50, sampling_rate=1.0, expected_batch_size=10, noise_multiplier=30.0, max_grad_norm=0.5)

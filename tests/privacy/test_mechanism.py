@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from halfsilver._tensors import flatten
+from halfsilver._core.tensors import flatten
 from halfsilver.errors import BudgetExceeded, ConfigError
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import UnsafeSeed

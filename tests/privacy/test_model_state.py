@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import halfsilver as hs
-from halfsilver._model_state import ModelState, untouched
+from halfsilver._core.model_state import ModelState, untouched
 from halfsilver.errors import ConfigError, UnsupportedLayer
 from halfsilver.federated import InProcess, LocalTraining, PrivateUsers, TensorUsers, Workers, local_update
 from halfsilver.privacy.data import PrivateData
@@ -24,8 +24,8 @@ from halfsilver.privacy.gradients.probe import probe
 from halfsilver.privacy.gradients.vmap import Vmap
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
+from halfsilver.runs.verify import verify
 from halfsilver.trainer import StepReport
-from halfsilver.verify import verify
 
 TOKENS, WIDTH, LENGTH, SECRET = 300, 8, 6, 277
 ODD = 42.75  # a value that one private record holds

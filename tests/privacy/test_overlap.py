@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfsilver as hs
-from halfsilver._tensors import Batch, flatten, map_batch, take_rows
+from halfsilver._core.tensors import Batch, flatten, map_batch, take_rows
+from halfsilver.privacy.copies import PublicCopies
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import UnsafeSeed
 from halfsilver.privacy.gradients import BACKENDS, Speed
 from halfsilver.privacy.gradients.linear import LinearModel, with_row_norms
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
-from halfsilver.privacy.overlap import PublicCopies
 from halfsilver.privacy.plan import PrivacyPlan, Unit
 from halfsilver.privacy.schema import Schema
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfsilver._tensors import Batch, LossFn, flatten
+from halfsilver._core.tensors import Batch, LossFn, flatten
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import BACKENDS, Adding, Speed

@@ -18,7 +18,7 @@ import halfsilver as hs
 from halfsilver.errors import ConfigError, PrivateDataError
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.silence import silent
-from halfsilver.privacy.users.store import TensorUsers
+from halfsilver.privacy.users.stores.base import TensorUsers
 
 X = torch.linspace(-1, 1, 8)
 

@@ -4,7 +4,7 @@
 `halfsilver.federated.flower` reaches them through Flower. Everything else is as in central training.
 """
 
-from halfsilver._local import LocalTraining
+from halfsilver._core.local_training import LocalTraining
 from halfsilver.mirror.users import PublicUsers
 from halfsilver.privacy.users import (
     Contribution,

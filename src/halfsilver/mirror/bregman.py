@@ -8,8 +8,8 @@ from typing import ClassVar, final
 
 import torch
 
-from halfsilver._sharded import refuse_sharded
-from halfsilver._tensors import Tensors, axpy, flatten, unflatten
+from halfsilver._core.sharded import refuse_sharded
+from halfsilver._core.tensors import Tensors, axpy, flatten, unflatten
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.maps import State, need_public
 from halfsilver.mirror.psi import ConvexPsi, SpectralPsi

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 
 import torch
 
-from halfsilver._tensors import Tensors, dot, lerp, norm
+from halfsilver._core.tensors import Tensors, dot, lerp, norm
 from halfsilver.errors import require
 from halfsilver.mirror.maps import FirstOrder, State
 from halfsilver.mirror.public import PublicLoss

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol, final
 
 from torch import Tensor
 
-from halfsilver._tensors import Tensors, lerp, norm, scale
+from halfsilver._core.tensors import Tensors, lerp, norm, scale
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.schedules import Clock, Constant, Cosine, Schedule, weight_at

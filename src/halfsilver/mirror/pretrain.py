@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfsilver._random import own_randomness
-from halfsilver._tensors import Batch, LossFn, batch_rows, eval_mode, trainable
-from halfsilver.averaging import Average
+from halfsilver._core.averaging import Average
+from halfsilver._core.random import own_randomness
+from halfsilver._core.tensors import Batch, LossFn, batch_rows, eval_mode, trainable
 from halfsilver.errors import require
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.rows import PublicRows, derive_seed

@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import Tensors, axpy, flatten, norm, scale, unflatten
+from halfsilver._core.tensors import Tensors, axpy, flatten, norm, scale, unflatten
 from halfsilver.errors import ConfigError, ConvergenceError
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.sets import ConstraintSet, multipliers

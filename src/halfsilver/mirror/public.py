@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from halfsilver._random import own_randomness
-from halfsilver._sharded import full, shard_of, whole_model
-from halfsilver._tensors import LossFn, Tensors, eval_mode, flatten, one_loss_each, trainable
+from halfsilver._core.random import own_randomness
+from halfsilver._core.sharded import full, shard_of, whole_model
+from halfsilver._core.tensors import LossFn, Tensors, eval_mode, flatten, one_loss_each, trainable
 from halfsilver.errors import ConfigError, HalfsilverError, require
 from halfsilver.mirror.rows import PublicRows, derive_seed, floating
 

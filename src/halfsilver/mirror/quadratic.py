@@ -8,8 +8,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from halfsilver._sharded import refuse_sharded
-from halfsilver._tensors import Tensors, flatten, scale, unflatten
+from halfsilver._core.sharded import refuse_sharded
+from halfsilver._core.tensors import Tensors, flatten, scale, unflatten
 from halfsilver.errors import ConfigError, ConvergenceError, require
 from halfsilver.mirror.maps import State, need_public
 from halfsilver.mirror.psi import is_quadratic, require_invertible

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset, default_collate
 
-from halfsilver._tensors import Batch, as_column, batch_leaves, batch_rows, map_batch
+from halfsilver._core.tensors import Batch, as_column, batch_leaves, batch_rows, map_batch
 from halfsilver.errors import ConfigError, require
 
 _log = logging.getLogger("halfsilver")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from halfsilver._tensors import Tensors, axpy, dot, norm, scale
+from halfsilver._core.tensors import Tensors, axpy, dot, norm, scale
 from halfsilver.errors import ConvergenceError
 
 Operator = Callable[[Tensors], Tensors]

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from halfsilver._local import LocalTraining, descend
-from halfsilver._model_state import untouched
-from halfsilver._random import own_randomness
-from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, map_batch, norm, scale, take_rows, trainable
-from halfsilver.averaging import copy_to
+from halfsilver._core.averaging import copy_to
+from halfsilver._core.local_training import LocalTraining, descend
+from halfsilver._core.model_state import untouched
+from halfsilver._core.random import own_randomness
+from halfsilver._core.tensors import Batch, LossFn, Tensors, batch_rows, map_batch, norm, scale, take_rows, trainable
 from halfsilver.errors import require
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.rows import derive_seed

@@ -13,7 +13,7 @@ from halfsilver.overlap.images import CORRELATION, overlap_of_images
 from halfsilver.overlap.match import Overlap
 from halfsilver.overlap.tables import CELLS, is_number, overlap_of_rows
 from halfsilver.overlap.text import MIN_WORDS, SIMILARITY, overlap_of_lines
-from halfsilver.runs import RunFolder
+from halfsilver.runs.folder import RunFolder
 from halfsilver.tasks import files
 
 _KINDS = {".bin": "images", ".csv": "tables", ".tsv": "tables"}

@@ -6,7 +6,7 @@ import secrets
 
 import torch
 
-from halfsilver._tensors import Batch, batch_rows
+from halfsilver._core.tensors import Batch, batch_rows
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
 from halfsilver.privacy.gradients import Adding, ClippedSum, Speed

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from halfsilver._tensors import Batch, batch_rows, take_rows
+from halfsilver._core.tensors import Batch, batch_rows, take_rows
 from halfsilver.errors import PrivateDataError
 from halfsilver.privacy.recognise import shares_rows
 from halfsilver.privacy.schema import Schema, plain, require_plain

@@ -14,12 +14,13 @@ from typing import Any, final
 import torch
 from torch.utils import _pytree as pytree
 
-from halfsilver._distributed import World
-from halfsilver._model_state import ModelState, untouched
-from halfsilver._random import own_randomness
-from halfsilver._sharded import Pieces, reshard, whole_model
-from halfsilver._tensors import Batch, LossFn, Tensors, batch_leaves, batch_rows, map_batch, take_rows, trainable
+from halfsilver._core.distributed import World
+from halfsilver._core.model_state import ModelState, untouched
+from halfsilver._core.random import own_randomness
+from halfsilver._core.sharded import Pieces, reshard, whole_model
+from halfsilver._core.tensors import Batch, LossFn, Tensors, batch_leaves, batch_rows, map_batch, take_rows, trainable
 from halfsilver.errors import ConfigError
+from halfsilver.privacy.copies import PublicCopies, as_private
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import Entropy, OsEntropy
 from halfsilver.privacy.gradients import ClippedSum, GradientBackend, Speed, make_backend
@@ -28,7 +29,6 @@ from halfsilver.privacy.gradients.probe import PROBE_ROWS, probe
 from halfsilver.privacy.gradients.rows import default_rows, fastest_rows, padded_rows
 from halfsilver.privacy.gradients.users import clipped_user_gradient
 from halfsilver.privacy.ledger import Ledger
-from halfsilver.privacy.overlap import PublicCopies, as_private
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.releases import Releases
 from halfsilver.privacy.sampling import poisson_chunks

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from halfsilver._model_state import untouched
-from halfsilver._tensors import LossFn, batch_rows, map_batch, trainable
+from halfsilver._core.model_state import untouched
+from halfsilver._core.tensors import LossFn, batch_rows, map_batch, trainable
 from halfsilver.privacy.data import PrivateData
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import Tensors
+from halfsilver._core.tensors import Tensors
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.entropy import MAX_SCALE, Entropy, normal_blocks
 from halfsilver.privacy.gradients.base import ClippedSum

@@ -8,8 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from halfsilver._distributed import World
-from halfsilver._tensors import Tensors
+from halfsilver._core.distributed import World
+from halfsilver._core.tensors import Tensors
 from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.gradients.base import ClippedSum, check_clip_norm
 from halfsilver.privacy.ledger import Head, Ledger

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfsilver._tensors import Batch, as_column
+from halfsilver._core.tensors import Batch, as_column
 from halfsilver.errors import ConfigError, PrivateDataError
 
 _NAMES = hasattr(Tensor, "names")  # of dimensions, which newer versions of torch have no more

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from halfsilver._filters import warning_filter
+from halfsilver._core.warning_filters import warning_filter
 
 _ALL = warning_filter("ignore")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfsilver import _os
+from halfsilver._core import system
 from halfsilver.errors import CheckpointCorrupt, HalfsilverError
 from halfsilver.report.figures import Picture, inside, run_pictures
 from halfsilver.report.load import OneRun, load
@@ -32,7 +32,7 @@ def write_report(path: str | Path, out: str | Path | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
         picture.write(inside(folder, "figures"))
-    _os.write_atomically(folder / "report.html", page.encode(errors="replace"))  # JSON has text that UTF-8 has not
+    system.write_atomically(folder / "report.html", page.encode(errors="replace"))  # JSON has text that UTF-8 has not
     return folder / "report.html"
 
 

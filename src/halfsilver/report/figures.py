@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfsilver import _os
+from halfsilver._core import system
 from halfsilver.errors import ConfigError
-from halfsilver.plots import COLOURS, INK, new_axes, rendered, style
+from halfsilver.report.plots import COLOURS, INK, new_axes, rendered, style
 from halfsilver.report.words import figure, short, slug
 
 Json = Mapping[str, Any]
@@ -43,7 +43,7 @@ class Picture:
         folder.mkdir(parents=True, exist_ok=True)
         files = {inside(folder, f"{self.name}.svg"): self.svg.encode(), inside(folder, f"{self.name}.png"): self.png}
         for path, content in files.items():
-            _os.write_atomically(path, content)
+            system.write_atomically(path, content)
         return list(files)
 
 

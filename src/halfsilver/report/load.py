@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfsilver.errors import ConfigError
-from halfsilver.runs import RunFolder, read_json
+from halfsilver.runs.folder import RunFolder, read_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
-from halfsilver.plots import COLOURS, INK
+from halfsilver.report.plots import COLOURS, INK
 
 _VOID = ("meta",)
 

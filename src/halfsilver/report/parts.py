@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from halfsilver.plots import COLOURS
 from halfsilver.report.figures import Picture
 from halfsilver.report.page import Html, facts, inline, section, tag, warning
+from halfsilver.report.plots import COLOURS
 from halfsilver.report.words import plain
 
 _UNITS = {"example": "one example (one row of the data)", "user": "one user, with all of their examples"}

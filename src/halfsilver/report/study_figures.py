@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from halfsilver.plots import COLOURS, INK
 from halfsilver.report.figures import (
     LOOKS,
     OTHER,
@@ -20,6 +19,7 @@ from halfsilver.report.figures import (
     scale,
     series,
 )
+from halfsilver.report.plots import COLOURS, INK
 from halfsilver.report.words import METHODS, figure, level, points, short, slug
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfsilver.privacy.ledger_records import ADJACENCY
+from halfsilver.privacy.ledger.records import ADJACENCY
 from halfsilver.report.figures import Json, Picture
 from halfsilver.report.page import Html, facts, join, more, page, section, table, tag
 from halfsilver.report.parts import digits, gallery, guarantee, ledger_part, named, stamp_box, stamp_line

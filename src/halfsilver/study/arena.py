@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from halfsilver._tensors import batch_rows, map_batch
+from halfsilver._core.tensors import batch_rows, map_batch
 from halfsilver.errors import ConfigError
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.users import pooled

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from halfsilver._tensors import trainable
+from halfsilver._core.tensors import trainable
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.study.arena import NO_VALIDATION, SearchMode

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import TypeVar
 
-from halfsilver import _os
+from halfsilver._core import system
 from halfsilver.errors import require
 
 Job = TypeVar("Job")
@@ -31,8 +31,8 @@ def workers(count: int) -> Iterator[Pool]:
 
 
 def _prepare(parent: int) -> None:
-    _os.end_with_parent(parent)
-    _os.keep_freed_memory()
+    system.end_with_parent(parent)
+    system.keep_freed_memory()
     import torch
 
     torch.set_num_threads(1)

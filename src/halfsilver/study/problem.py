@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from halfsilver._local import LocalTraining
-from halfsilver._tensors import Batch, LossFn
+from halfsilver._core.local_training import LocalTraining
+from halfsilver._core.tensors import Batch, LossFn
 from halfsilver.errors import ConfigError, require
 from halfsilver.privacy.recognise import shares_rows
 

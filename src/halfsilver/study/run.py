@@ -13,15 +13,16 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from halfsilver import _os, checkpoint
-from halfsilver._tensors import eval_mode, trainable
+from halfsilver._core import system
+from halfsilver._core.tensors import eval_mode, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.mirror import Bregman, Clock, Euclidean, FirstOrder, MirrorMap, chain, clip_released, cosine
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.schedules import falling
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import RunFolder, read_json, write_json
+from halfsilver.runs import checkpoint
+from halfsilver.runs.folder import RunFolder, read_json, write_json
 from halfsilver.study.arena import Arena
 from halfsilver.study.problem import Problem, Recipe, Setting
 from halfsilver.study.sides import private_side, public_loss_fn, public_side
@@ -150,7 +151,7 @@ def _record(
     values = {name: per_example(model, fn, problem.test) for name, fn in metrics.items()}
     job.folder.mkdir(parents=True, exist_ok=True)
     # Of public or set-aside rows: what a choice between settings is paired over.
-    _os.write_atomically(job.folder / "scored.safetensors", save({name: v.float() for name, v in values.items()}))
+    system.write_atomically(job.folder / "scored.safetensors", save({name: v.float() for name, v in values.items()}))
     epsilon = {"pld": 0.0, "rdp": 0.0} if result is None else dict(result.statement["epsilon_planned"])
     return {
         "method": job.method,

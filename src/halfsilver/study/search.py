@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from halfsilver.runs import read_json
+from halfsilver.runs.folder import read_json
 from halfsilver.study.problem import Grid, Setting, better
 
 SEARCHED = ("cold", "warm", "pda")

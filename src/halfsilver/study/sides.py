@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from halfsilver._local import LocalTraining
-from halfsilver._tensors import LossFn
+from halfsilver._core.local_training import LocalTraining
+from halfsilver._core.tensors import LossFn
 from halfsilver.errors import ConfigError
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.rows import PublicRows

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfsilver import _os
+from halfsilver._core import system
 from halfsilver.errors import require
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import read_json, versions, write_json
+from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import Arena, SearchMode, make_plan, search_arena
 from halfsilver.study.check import require_same, require_usable, sizes
 from halfsilver.study.jobs import Tell, do_all, workers
@@ -75,7 +75,7 @@ class Study:
     def go(self, *, workers_count: int = 1, tell: Tell = lambda text: None) -> dict[str, Any]:
         """Do what is missing and return the summary."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _os.lock_file(self.folder / ".lock", blocking=False), workers(workers_count) as pool:
+        with system.lock_file(self.folder / ".lock", blocking=False), workers(workers_count) as pool:
             self._claim()
             do_all(pool, self.start, self._starts(), tell)
             while missing := self._searches():

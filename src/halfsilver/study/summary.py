@@ -8,8 +8,8 @@ from typing import Any
 
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import read_json
-from halfsilver.statement import total_now
+from halfsilver.runs.folder import read_json
+from halfsilver.runs.statement import total_now
 from halfsilver.study.arena import SearchMode
 from halfsilver.study.problem import METHODS
 from halfsilver.study.verdict import verdict

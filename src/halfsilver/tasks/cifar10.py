@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from halfsilver._tensors import Batch
+from halfsilver._core.tensors import Batch
 from halfsilver.study.problem import Problem
 from halfsilver.tasks import files
 from halfsilver.tasks.augment import mixed, recoloured, with_hole

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfsilver._tensors import Batch, LossFn
+from halfsilver._core.tensors import Batch, LossFn
 from halfsilver.study.problem import Problem
 from halfsilver.tasks.split import CURVE_ROWS, Split, permutation
 

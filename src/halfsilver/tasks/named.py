@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfsilver.errors import ConfigError, require
-from halfsilver.runs import read_json
+from halfsilver.runs.folder import read_json
 from halfsilver.study.arena import SEARCH, Arena, make_plan
 from halfsilver.study.jobs import Tell
 from halfsilver.study.problem import METHODS, Grid, Recipe, Setting

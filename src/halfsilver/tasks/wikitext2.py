@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfsilver._tensors import Batch
+from halfsilver._core.tensors import Batch
 from halfsilver.errors import DataMissing, require
 from halfsilver.study.problem import Problem
 from halfsilver.tasks import files

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import final
 
-from halfsilver._tensors import Tensors, trainable
+from halfsilver._core.tensors import Tensors, trainable
 from halfsilver.mirror import PublicLoss
 
 

@@ -13,9 +13,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from halfsilver._local import LocalTraining
-from halfsilver._tensors import LossFn, Tensors, trainable
-from halfsilver.averaging import copy_to
+from halfsilver._core.averaging import copy_to
+from halfsilver._core.local_training import LocalTraining
+from halfsilver._core.tensors import LossFn, Tensors, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.federated.flower.keys import private_key, sign, statement
 from halfsilver.federated.flower.wire import MODEL, PROOF, TASK, UPDATE, fixed_part, from_record, to_record

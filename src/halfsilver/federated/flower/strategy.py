@@ -17,8 +17,8 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from halfsilver._tensors import trainable
-from halfsilver.averaging import copy_to
+from halfsilver._core.averaging import copy_to
+from halfsilver._core.tensors import trainable
 from halfsilver.errors import ConfigError, require
 from halfsilver.federated.flower.ahead import Ahead
 from halfsilver.federated.flower.enrolment import Enrolment

@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord
 from numpy.lib import format as npy
 from torch import Tensor, nn
 
-from halfsilver._tensors import Tensors, trainable
+from halfsilver._core.tensors import Tensors, trainable
 
 MODEL, TASK, UPDATE, PROOF = "model", "task", "update", "proof"  # records of a request, and of a reply
 _HEADER_BYTES = 4096

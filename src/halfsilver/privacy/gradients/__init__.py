@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import Batch, LossFn, batch_leaves, batch_rows, norm, take_rows
+from halfsilver._core.tensors import Batch, LossFn, batch_leaves, batch_rows, norm, take_rows
 from halfsilver.errors import ConfigError, HalfsilverError, UnsupportedLayer, require
 from halfsilver.privacy.gradients.base import Adding, ClippedSum, GradientBackend, row_norms
 from halfsilver.privacy.gradients.book import BookKeeping

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import Batch, Tensors
+from halfsilver._core.tensors import Batch, Tensors
 from halfsilver.errors import ConfigError, UnsupportedLayer
 
 # Entries whose squares are summed in the dtype of the gradient.

@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from halfsilver._filters import warning_filter, warning_filters
-from halfsilver._tensors import Batch, LossFn, Tensors, trainable
+from halfsilver._core.tensors import Batch, LossFn, Tensors, trainable
+from halfsilver._core.warning_filters import warning_filter, warning_filters
 from halfsilver.errors import MissingExtra, UnsupportedLayer
 from halfsilver.privacy.gradients.base import Adding, ClippedSum, clip_and_sum
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import Batch, csr_tensor
+from halfsilver._core.tensors import Batch, csr_tensor
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.data import Indices
 from halfsilver.privacy.gradients.base import (

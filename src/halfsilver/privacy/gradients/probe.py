@@ -16,9 +16,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from halfsilver._model_state import ModelState, untouched
-from halfsilver._random import own_randomness
-from halfsilver._tensors import Batch, LossFn, batch_leaves, batch_rows, map_batch, one_loss_each, take_rows, trainable
+from halfsilver._core.model_state import ModelState, untouched
+from halfsilver._core.random import own_randomness
+from halfsilver._core.tensors import (
+    Batch,
+    LossFn,
+    batch_leaves,
+    batch_rows,
+    map_batch,
+    one_loss_each,
+    take_rows,
+    trainable,
+)
 from halfsilver.errors import ConfigError, UnsupportedLayer
 
 PROBE_ROWS = 4

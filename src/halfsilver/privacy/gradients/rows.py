@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from halfsilver._tensors import Batch, batch_leaves, trainable
+from halfsilver._core.tensors import Batch, batch_leaves, trainable
 from halfsilver.privacy.gradients.base import Adding, GradientBackend, Tunable, clock
 from halfsilver.privacy.plan import PrivacyPlan
 

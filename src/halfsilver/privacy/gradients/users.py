@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import Batch, LossFn, trainable
+from halfsilver._core.tensors import Batch, LossFn, trainable
 from halfsilver.privacy.gradients.base import Adding, ClippedSum, clip_and_sum
 
 

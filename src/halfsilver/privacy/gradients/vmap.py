@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
-from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, take_rows
+from halfsilver._core.tensors import Batch, LossFn, Tensors, batch_rows, take_rows
 from halfsilver.privacy.gradients.base import Adding, ClippedSum, clip_and_sum
 
 PerExample = Callable[[dict[str, Tensor], Batch], dict[str, Tensor]]

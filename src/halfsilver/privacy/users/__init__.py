@@ -2,11 +2,11 @@
 
 from halfsilver.privacy.users.engine import Contribution, Engine, InProcess, Round
 from halfsilver.privacy.users.fold import Fold
-from halfsilver.privacy.users.jsonl import JsonlUsers
 from halfsilver.privacy.users.local import local_update
 from halfsilver.privacy.users.source import UserUpdates
-from halfsilver.privacy.users.sqlite import SqliteUsers, tff_users
-from halfsilver.privacy.users.store import PrivateUsers, TensorUsers, UserStore
+from halfsilver.privacy.users.stores.base import PrivateUsers, TensorUsers, UserStore
+from halfsilver.privacy.users.stores.jsonl import JsonlUsers
+from halfsilver.privacy.users.stores.sqlite import SqliteUsers, tff_users
 from halfsilver.privacy.users.workers import Workers
 
 __all__ = [

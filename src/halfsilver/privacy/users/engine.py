@@ -8,13 +8,13 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from torch import Tensor, nn
 
-from halfsilver._local import LocalTraining
-from halfsilver._model_state import untouched
-from halfsilver._random import own_randomness
-from halfsilver._tensors import LossFn, Tensors, batch_rows, map_batch, trainable
+from halfsilver._core.local_training import LocalTraining
+from halfsilver._core.model_state import untouched
+from halfsilver._core.random import own_randomness
+from halfsilver._core.tensors import LossFn, Tensors, batch_rows, map_batch, trainable
 from halfsilver.privacy.silence import silent
 from halfsilver.privacy.users.local import descended
-from halfsilver.privacy.users.store import PrivateUsers, UserStore, require_unchanged
+from halfsilver.privacy.users.stores.base import PrivateUsers, UserStore, require_unchanged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from halfsilver._local import LocalTraining, descend
-from halfsilver._model_state import untouched
-from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, take_rows, trainable
+from halfsilver._core.local_training import LocalTraining, descend
+from halfsilver._core.model_state import untouched
+from halfsilver._core.tensors import Batch, LossFn, Tensors, batch_rows, take_rows, trainable
 
 
 def local_update(model: nn.Module, loss_fn: LossFn, rows: Batch, local: LocalTraining) -> Tensors:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from halfsilver._local import LocalTraining
-from halfsilver._random import own_randomness
-from halfsilver._tensors import Batch, LossFn, batch_rows, take_rows, trainable
+from halfsilver._core.local_training import LocalTraining
+from halfsilver._core.random import own_randomness
+from halfsilver._core.tensors import Batch, LossFn, batch_rows, take_rows, trainable
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.users.local import local_update
 

@@ -8,8 +8,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from halfsilver._distributed import World
-from halfsilver._tensors import Batch, LossFn, Tensors, trainable
+from halfsilver._core.distributed import World
+from halfsilver._core.tensors import Batch, LossFn, Tensors, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.ledger import Ledger

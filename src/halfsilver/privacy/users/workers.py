@@ -20,13 +20,13 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from halfsilver import _os
-from halfsilver._local import LocalTraining
-from halfsilver._tensors import LossFn, Tensors, trainable
+from halfsilver._core import system
+from halfsilver._core.local_training import LocalTraining
+from halfsilver._core.tensors import LossFn, Tensors, trainable
 from halfsilver.errors import ConfigError, require
 from halfsilver.privacy.users.engine import Contribution, Round, update_of
 from halfsilver.privacy.users.fold import Fold
-from halfsilver.privacy.users.store import PrivateUsers, UserStore, require_unchanged
+from halfsilver.privacy.users.stores.base import PrivateUsers, UserStore, require_unchanged
 
 _START_SECONDS = 60.0
 _PIECES = 4  # of what is left of a round, for each worker: large at first, single users at the end
@@ -241,7 +241,7 @@ def _settle(parent: int) -> None:
     """Make a process of its own out of the copy that a fork is, and try whether it works."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked to stop, and sees to the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _os.end_with_parent(parent)
+    system.end_with_parent(parent)
     torch.set_num_threads(1)
     weight = torch.ones(64, 64, requires_grad=True)
     (torch.ones(256, 64) @ weight).relu().sum().backward()  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from importlib.resources import files
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from halfsilver._local import LocalTraining
+from halfsilver._core.local_training import LocalTraining
 from halfsilver.errors import ConfigError
 from halfsilver.study.problem import Grid, Pretrain, Recipe
 

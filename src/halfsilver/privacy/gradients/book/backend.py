@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from halfsilver._tensors import Batch, LossFn, Tensors, batch_rows, map_batch, trainable
+from halfsilver._core.tensors import Batch, LossFn, Tensors, batch_rows, map_batch, trainable
 from halfsilver.privacy.gradients.base import (
     Adding,
     ClippedSum,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
-from halfsilver._tensors import Tensors
+from halfsilver._core.tensors import Tensors
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients.book.contributions import Materialised
 from halfsilver.privacy.gradients.book.tape import Tape

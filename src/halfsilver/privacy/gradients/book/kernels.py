@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from halfsilver.privacy.gradients.book.conv import conv
+from halfsilver.privacy.gradients.book.conv.layer import conv
 from halfsilver.privacy.gradients.book.dense import embedding, linear
-from halfsilver.privacy.gradients.book.elman import elman
 from halfsilver.privacy.gradients.book.fallback import Fallback
-from halfsilver.privacy.gradients.book.gru import gru
-from halfsilver.privacy.gradients.book.lstm import lstm
 from halfsilver.privacy.gradients.book.norms import group_norm, layer_norm, rms_norm
+from halfsilver.privacy.gradients.book.recurrent.elman import elman
+from halfsilver.privacy.gradients.book.recurrent.gru import gru
+from halfsilver.privacy.gradients.book.recurrent.lstm import lstm
 
 Kernel = Callable[..., Any]  # (module, tape, *what forward takes) -> what forward returns
 

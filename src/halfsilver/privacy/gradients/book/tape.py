@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from halfsilver._tensors import Tensors
+from halfsilver._core.tensors import Tensors
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients.book.contributions import Contribution
 from halfsilver.privacy.gradients.book.outer import combine

@@ -1,0 +1,1 @@
+"""Attacks: kills, broken data, planted bugs, intruders."""

@@ -1,0 +1,160 @@
+"""The command line: privacy figures without writing code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+from halfsilver.__main__ import main
+from halfsilver.errors import MissingExtra, require
+from halfsilver.privacy.plan import PrivacyPlan
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as error:  # pragma: no cover - depends on the installation
+    raise MissingExtra("typer", "cli") from error
+
+from halfsilver.cli import audit as cli_audit
+from halfsilver.cli import doctor as cli_doctor
+from halfsilver.cli import overlap as cli_overlap
+from halfsilver.cli import studies as cli_studies
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+SamplingRate = Annotated[float, typer.Option(help="Probability that an example is in a step's batch; 1: all of them.")]
+Steps = Annotated[int, typer.Option(help="Number of private steps.")]
+Delta = Annotated[float, typer.Option(help="Delta of the guarantee.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(version("halfsilver"))
+        raise typer.Exit
+
+
+@app.callback()
+def _app(
+    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Private training with public data as the mirror.
+
+    Exit codes: 0 fine, 1 a check failed or an alarm, 2 wrong use, 3 overlap found.
+    """
+
+
+@app.command()
+def epsilon(
+    noise_multiplier: Annotated[float, typer.Option(help="Noise standard deviation over clip norm.")],
+    sampling_rate: SamplingRate,
+    steps: Steps,
+    delta: Delta,
+    as_json: Json = False,
+) -> None:
+    """Epsilon of a run, by PLD (tight, the one to spend by) and by RDP (what older papers print)."""
+    plan = PrivacyPlan(
+        steps=steps, sampling_rate=sampling_rate, expected_batch_size=1.0, noise_multiplier=noise_multiplier
+    )
+    figures = {"pld": plan.epsilon(delta), "rdp": plan.epsilon(delta, "rdp")}
+    out = {"epsilon": figures, "delta": delta, **_asked(plan)}
+    _show(
+        out,
+        as_json,
+        "Epsilon",
+        {"epsilon (PLD)": figures["pld"], "epsilon (RDP)": figures["rdp"], "delta": delta},
+    )
+
+
+@app.command()
+def calibrate(
+    epsilon: Annotated[float, typer.Option(help="The most epsilon to spend.")],
+    delta: Delta,
+    sampling_rate: SamplingRate,
+    steps: Steps,
+    spare_steps: Annotated[int, typer.Option(help="Further steps to keep in hand for repeats after a crash.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """The least noise that keeps a run within epsilon."""
+    plan = PrivacyPlan.calibrate(
+        epsilon=epsilon,
+        delta=delta,
+        steps=steps,
+        sampling_rate=sampling_rate,
+        expected_batch_size=1.0,
+        spare_steps=spare_steps,
+    )
+    reached = plan.epsilon(delta)
+    out = {"epsilon": {"pld": reached, "rdp": plan.epsilon(delta, "rdp")}, "delta": delta, **_asked(plan)}
+    rows = {"noise multiplier": plan.noise_multiplier, "epsilon (PLD)": reached, "delta": delta}
+    _show(out, as_json, "Calibrated plan", rows)
+
+
+@app.command()
+def verify(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    ledger: Annotated[Path | None, typer.Option(help="The data set's ledger, if it has moved.")] = None,
+    head_file: Annotated[Path | None, typer.Option(help="The ledger's head, kept out of reach.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Recompute a run's epsilon from its ledger, and check chain, checkpoint and statement."""
+    from halfsilver.runs.verify import verify as check
+
+    require(run.is_dir(), "run", str(run), "to be a run folder, with a config.json in it")
+    report = check(run, ledger, head_file)
+    statement = report["statement"]
+    rows = {
+        "run": report["run_id"],
+        "steps counted": statement["spent_so_far"]["steps"],
+        "finished": report["finished"],
+        "epsilon, planned (PLD)": statement["epsilon_planned"]["pld"],
+        "delta": statement["delta"],
+        "all runs, by the statement": _total(statement["all_runs_on_this_data"]),
+        "all runs, by the ledger now": _total(report["all_runs_now"]),
+        "all runs, budget": _budget(report["all_runs_now"]["budget"]),
+        "unit": statement["unit"],
+        "not private because": "; ".join(statement["not_private_because"]) or "-",
+        "remarks": "; ".join([*statement.get("remarks", ()), *report["notices"]]) or "-",
+    }
+    _show(report, as_json, "Verified: chain, checkpoint and statement agree", rows)
+
+
+for command in (
+    cli_studies.compare,
+    cli_studies.run,
+    cli_studies.report,
+    cli_overlap.overlap,
+    cli_audit.audit,
+    cli_doctor.doctor,
+    cli_doctor.schema,
+):
+    app.command()(command)
+
+
+def _asked(plan: PrivacyPlan) -> dict[str, Any]:
+    names = ("noise_multiplier", "sampling_rate", "steps", "spare_steps")
+    return {name: getattr(plan, name) for name in names}
+
+
+def _total(total: Mapping[str, Any]) -> str:
+    return f"epsilon {total['epsilon']:.6g}, delta {total['delta']:.6g}, runs {total['runs']}"
+
+
+def _budget(budget: Mapping[str, float] | None) -> str:
+    return f"epsilon {budget['epsilon']:.6g}, delta {budget['delta']:.6g}" if budget else "none"
+
+
+def _show(out: Mapping[str, Any], as_json: bool, title: str, rows: Mapping[str, Any]) -> None:
+    if as_json:
+        typer.echo(json.dumps(out))
+        return
+    table = Table(title=title, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
+    Console(markup=False).print(table)  # a path may have brackets

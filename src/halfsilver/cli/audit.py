@@ -1,0 +1,70 @@
+"""halfsilver audit: attack the mechanism of a task's training, or of every loop of the library."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from halfsilver.auditing.report import NOT_PROVED, AuditReport
+from halfsilver.cli.studies import Data, Epsilon, Json, RecipeName, data_folder
+
+
+def audit(
+    task: Annotated[str, typer.Argument(help="A task such as emnist; or the name of a loop; loops lists these.")],
+    epsilon: Epsilon = None,
+    delta: Annotated[float, typer.Option(help="Delta of the bound.")] = 1e-5,
+    recipe: RecipeName = "workstation",
+    canaries: Annotated[int, typer.Option(help="Canaries in the data, and as many that are not.")] = 1000,
+    steps: Annotated[int, typer.Option(help="Steps of the plan to run.")] = 100,
+    rows: Annotated[int, typer.Option(help="Public rows of the task to train on beside the canaries.")] = 200,
+    confidence: Annotated[float, typer.Option(help="Confidence of the lower bound.")] = 0.95,
+    figure: Annotated[Path | None, typer.Option(help="PNG or SVG file for the scores of the canaries.")] = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Attack the mechanism with canaries: claimed epsilon, lower bound, alarms. Private rows are never read."""
+    from halfsilver.auditing.loops import LOOPS, audit_loop
+    from halfsilver.auditing.task import audit_of_task
+
+    if task == "loops":
+        typer.echo("\n".join(LOOPS))
+        return
+    asked: dict[str, Any] = {"canaries": canaries, "steps": steps, "delta": delta, "confidence": confidence}
+    if task in LOOPS:
+        with tempfile.TemporaryDirectory() as folder:
+            report = audit_loop(task, folder=Path(folder), **asked)
+    else:
+        report = audit_of_task(task, data=data_folder(data), recipe=recipe, epsilon=epsilon, rows=rows, **asked)
+    written = None if figure is None else str(report.figure(figure))
+    if as_json:
+        typer.echo(json.dumps({**report.to_dict(), "figure": written}))
+    else:
+        show(report)
+    if report.alarms:
+        raise typer.Exit(1)
+
+
+def show(report: AuditReport) -> None:
+    console, plan = Console(markup=False), report.observation.plan
+    table = Table(title=f"Audit of {report.observation.loop}", show_header=False)
+    table.add_row("epsilon claimed for these steps", f"{report.claimed:.4g}")
+    table.add_row(f"lower bound, confidence {report.confidence:g}", f"{report.lower_bound:.4g}")
+    table.add_row("tightness", f"{report.tightness:.2f}")
+    table.add_row("delta", f"{report.delta:g}")
+    steps = f"{plan.steps}, {plan.sampling_rate:.4g}, {plan.noise_multiplier:.4g}"
+    table.add_row("steps, rate, noise multiplier", steps)
+    console.print(table)
+    tests = Table("instrument", "test", "found", "limit", "", title=f"{len(report.alarms)} alarms")
+    for f in report.findings:
+        found = f"{'p = ' if f.kind == 'p' else ''}{f.value:.3g}"
+        tests.add_row(f.instrument, f.test, found, f"{f.limit:.3g}", "ALARM" if f.alarm else "")
+    console.print(tests)
+    console.print("What this does not prove:")
+    for line in NOT_PROVED:
+        console.print(f"- {line}", highlight=False, markup=False)

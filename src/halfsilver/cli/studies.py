@@ -1,0 +1,170 @@
+"""Commands that train: compare, run and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from halfsilver.errors import ConfigError, require
+from halfsilver.study.problem import METHODS
+from halfsilver.tasks import TASKS
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Data = Annotated[Path | None, typer.Option(help="Folder of the data sets (default: $HALFSILVER_DATA).")]
+RecipeName = Annotated[str, typer.Option(help="workstation, or one of the paper's, such as eps3.51.")]
+Epsilon = Annotated[float | None, typer.Option(help="Epsilon of each private run (default: the recipe's).")]
+Delta = Annotated[float | None, typer.Option(help="Delta (default: the recipe's, else 1e-5).")]
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def data_folder(data: Path | None) -> Path:
+    found = data or (Path(os.environ["HALFSILVER_DATA"]) if os.environ.get("HALFSILVER_DATA") else None)
+    if found is None:
+        raise ConfigError("Where are the data sets? Give --data DIR, or set HALFSILVER_DATA.")
+    return found
+
+
+def compare(
+    task: Annotated[str, typer.Argument(help=f"{', '.join(TASKS)}; or linreg, the synthetic regression.")],
+    epsilon: Epsilon = None,
+    delta: Delta = None,
+    recipe: RecipeName = "workstation",
+    seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
+    cold_seeds: Annotated[int | None, typer.Option(help="Runs of cold, where fewer are enough; 0: without it.")] = None,
+    search: Annotated[str, typer.Option(help="public: no private row is used; paper: on set-aside rows.")] = "public",
+    quick: Annotated[bool, typer.Option(help="2 epochs, 3 learning rates, 1 alpha; not for publication.")] = False,
+    data: Data = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the study; what is there is not run again.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes, of one thread each.")] = 2,
+    dims: Annotated[list[int] | None, typer.Option(help="linreg: dimensions (default: 500, 1000, ..., 6000).")] = None,
+    trials: Annotated[int, typer.Option(help="linreg: fresh data sets per dimension.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Public, cold, warm and pda side by side at one epsilon, and a verdict."""
+    if task == "linreg":
+        return compare_linreg(dims, trials, out, as_json)
+    from halfsilver.tasks.named import study_of_task
+
+    study = study_of_task(
+        task,
+        data=data_folder(data),
+        recipe=recipe,
+        epsilon=epsilon,
+        delta=delta,
+        seeds=seeds,
+        cold_seeds=cold_seeds,
+        search=search,
+        quick=quick,
+        out=out,
+    )
+    _tell(f"study in {study.folder}")
+    summary = study.go(workers_count=workers, tell=_tell)
+    if as_json:
+        typer.echo(json.dumps(summary))
+        return
+    show_summary(summary)
+
+
+def show_summary(summary: dict[str, Any]) -> None:
+    from halfsilver.study.show import columns, notes, rows
+
+    table = Table(*columns(summary), title=f"{summary['task']}, {summary['steps']} steps, delta {summary['delta']:g}")
+    for row in rows(summary):
+        table.add_row(*row)
+    console = Console(markup=False)
+    console.print(table)
+    words = summary["verdict"]
+    for line in (*notes(summary), "", words["headline"], "", *words["sentences"]):
+        console.print(line, highlight=False, markup=False)
+
+
+def compare_linreg(dims: list[int] | None, trials: int, out: Path | None, as_json: bool) -> None:
+    """The paper's synthetic linear regression, which has data, search and exact mirror steps of its own."""
+    from halfsilver.tasks.linreg.study import DIMS, study
+
+    with tempfile.TemporaryDirectory() as temporary:
+        rows = study(dims or DIMS, trials, out or Path(temporary), tell=_tell)
+        if out is not None:
+            from halfsilver.report.plots import linreg_figures
+
+            linreg_figures(rows, out)
+    if as_json:
+        typer.echo(json.dumps({"results": rows}))
+        return
+    table = Table("p", "method", "mean MSE", "± 95 %", title=f"Linear regression, epsilon 1, {trials} trials")
+    for row in rows:
+        table.add_row(str(row["dim"]), row["method"], f"{row['mean']:.5f}", f"{row['ci95']:.5f}")
+    Console(markup=False).print(table)
+
+
+def run(
+    task: Annotated[str, typer.Argument(help="A task, or one of its recipes such as cifar10-eps3.51.")],
+    method: Annotated[str, typer.Option(help="public, cold, warm or pda.")] = "pda",
+    epsilon: Epsilon = None,
+    delta: Delta = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Default: the middle of the recipe's grid.")] = None,
+    alpha_end: Annotated[float | None, typer.Option(help="Default: the middle of the recipe's grid.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the model's first weights; noise always comes from the system.")] = 0,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of a federated task (default: the recipe's).")] = None,
+    quick: Annotated[bool, typer.Option(help="2 epochs or 20 rounds; not for publication.")] = False,
+    data: Data = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; an unfinished run there is gone on with.")] = None,
+    as_json: Json = False,
+) -> None:
+    """One method, one run: progress, a run folder, and a report."""
+    require(method in METHODS, "method", method, f"in {METHODS}")
+    from halfsilver.tasks.named import run_of_task
+
+    result = run_of_task(
+        task,
+        method=method,
+        data=data_folder(data),
+        epsilon=epsilon,
+        delta=delta,
+        rate=learning_rate,
+        alpha_end=alpha_end,
+        seed=seed,
+        quick=quick,
+        out=out,
+        tell=_tell,
+        rounds=rounds,
+    )
+    if method != "public":
+        from halfsilver.report import write_report
+
+        result["report"] = str(write_report(Path(result["folder"])))
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    table = Table(title=f"{task}, {method}", show_header=False)
+    own = {"epsilon (PLD)": result["epsilon"]["pld"], "delta": result["delta"], "steps": result["steps"]}
+    for name, value in {
+        **result["final"],
+        **own,
+        "folder": result["folder"],
+        "report": result.get("report", "-"),
+    }.items():
+        table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
+    Console(markup=False).print(table)
+
+
+def report(
+    path: Annotated[Path, typer.Argument(help="A run folder, a study folder, or a study's summary.json.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the report (default: beside what it is about).")] = None,
+    as_json: Json = False,
+) -> None:
+    """One HTML page that works offline, and its figures as PNG and SVG."""
+    from halfsilver.report import write_report
+
+    page = write_report(path, out)
+    typer.echo(json.dumps({"report": str(page)}) if as_json else str(page))

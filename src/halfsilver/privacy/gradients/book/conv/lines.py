@@ -1,0 +1,61 @@
+"""Per-example gradients of a convolution's weight from an input that is unfolded along its lines only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfsilver.privacy.gradients.book.conv.ways import Geometry, Products
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Lines of the kernel that one product serves: they see the strips from `line` on, of which they use `strips`."""
+
+    line: int
+    first: int
+    strips: int
+
+
+def lines(products: Products) -> Tensor:
+    """[taps, rows, out, strips * width * in], with the taps of `taps_down`.
+
+    The input is unfolded along its lines, `stride` lines side by side: [rows, lines, width', stride * width * in]. A
+    tap that lies further down sees the same numbers from a later line on, which is a view.
+    """
+    geometry, (outs, height, width) = products.geometry, products.g.shape[1:]
+    taps, across = taps_down(geometry), geometry.kernel[1] * products.x.shape[1]
+    out = products.g.new_empty((len(taps), len(products.g), outs, taps[0].strips * across))
+    needed = height + taps[-1].line
+    for block in products.blocks(needed * width * geometry.stride[0] * across):
+        part = products.part(block)
+        unfolded, g = _along_lines(part, needed), part.g.flatten(2)
+        for tap, into in zip(taps, out, strict=True):
+            seen = unfolded[:, tap.line * width : (tap.line + height) * width]
+            torch.bmm(g, seen[:, :, tap.first * across : (tap.first + tap.strips) * across], out=into[block])
+    return out
+
+
+def taps_down(geometry: Geometry) -> list[Tap]:
+    """The kernel's lines from top to bottom, those together that lie within one stride if that comes out even."""
+    height, stride, dilation = geometry.kernel[0], geometry.stride[0], geometry.dilation[0]
+    if dilation > 1 or height % stride:
+        return [Tap(*divmod(i * dilation, stride), 1) for i in range(height)]
+    return [Tap(line, 0, stride) for line in range(height // stride)]
+
+
+def _along_lines(products: Products, needed: int) -> Tensor:
+    """[rows, needed * width', stride * width * in]: the channels of a pixel are next to each other in memory."""
+    geometry, x = products.geometry, products.x.permute(0, 2, 3, 1)
+    (top, side), (down, right) = geometry.padding, geometry.stride
+    below = needed * down - top - x.shape[1]
+    if top or side or below:
+        x = F.pad(x, (0, 0, side, side, top, below))
+    x = x.contiguous()
+    b, h, w, c = x.stride()
+    size = (len(x), needed, products.g.shape[3], down, geometry.kernel[1], x.shape[3])
+    seen = x.as_strided(size, (b, h * down, w * right, h, w * geometry.dilation[1], c))
+    return seen.reshape(len(x), needed * products.g.shape[3], -1)

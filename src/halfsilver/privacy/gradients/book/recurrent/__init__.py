@@ -1,0 +1,1 @@
+"""Recurrent layers: what nn.RNN, nn.LSTM and nn.GRU share, and the time loops of each."""

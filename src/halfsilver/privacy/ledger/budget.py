@@ -1,0 +1,159 @@
+"""How many more steps a budget allows: asked at every block, so seldom put to the accountant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from halfsilver.errors import require
+from halfsilver.privacy.accounting import MechanismCount, epsilon_of, merged, rdp_at
+from halfsilver.privacy.ledger.history import History, Mechanism, Run
+
+# The whole ones among those of which dp-accounting takes the best, so that `Ledger.spent` never reads more than what
+# counts against the budget. Never change them: a ledger finds its order again by going through them.
+_ORDERS: tuple[int, ...] = (*range(2, 64), 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The most that all runs on a data set may spend together: a filter, whatever is chosen after seeing outputs."""
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        require(math.isfinite(self.epsilon) and self.epsilon > 0, "epsilon", self.epsilon, "in (0, inf)")
+        require(0 < self.delta < 1, "delta", self.delta, "in (0, 1)")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which steps a budget admits, fixed by the plan that takes the first step, before there is any output.
+
+    Why all that is ever admitted is (epsilon, delta)-DP, whoever chose the steps after seeing whatever outputs:
+    1. Alone, if the first plan fits at delta but not at delta / 2: only steps of its mechanism are admitted, as many as
+       PLD allows at delta. That number is fixed beforehand, and to stop before it is post-processing.
+    2. Otherwise shared. A history is admitted that has one mechanism and fits by PLD at delta / 2 (set A, as in 1), or
+       that fits by RDP of one fixed order at delta / 2 (set B, a filter: divergences of one order add up even if each
+       mechanism is chosen after seeing outputs [1, 2]; the best order in hindsight is not covered).
+    3. Both sets hold the beginnings of what they hold, so every transcript lies in A or in B. For any event O,
+       P[O] = P[O & A] + P[O - A] <= e^epsilon P'[O & A] + delta / 2 + e^epsilon P'[O - A] + delta / 2.
+
+    [1] Feldman and Zrnic 2021, Individual Privacy Accounting via a Renyi Filter, arXiv:2008.11193.
+    [2] Lecuyer 2021, Practical Privacy Filters and Odometers with Renyi Differential Privacy and Applications to
+        Differentially Private Deep Learning, arXiv:2103.01379.
+    [3] Rogers, Roth, Ullman and Vadhan 2016, Privacy Odometers and Filters: Pay-as-you-Go Composition,
+        arXiv:1605.08294, has the two notions.
+    """
+
+    budget: Budget
+    first: MechanismCount  # the whole plan of the run that takes the first step
+
+    @property
+    def alone(self) -> bool:
+        return _needs_all_of_delta(self.first, self.budget)
+
+    @property
+    def order(self) -> int:
+        return _best_order(self.first, self.budget)
+
+    def epsilon(self, counts: Sequence[MechanismCount]) -> float:
+        """What counts against the budget's epsilon."""
+        delta = self.budget.delta if self.alone else self.budget.delta / 2
+        if len(merged(counts)) <= 1:
+            return epsilon_of(counts, delta, "pld")
+        return math.inf if self.alone else epsilon_of(counts, delta, "rdp", order=self.order)
+
+    def fits(self, counts: Sequence[MechanismCount]) -> bool:
+        return self.epsilon(counts) <= self.budget.epsilon
+
+    def refusal(self, counts: Sequence[MechanismCount]) -> str:
+        """Why these would be too many."""
+        if self.alone and len(merged(counts)) > 1:
+            plan = f"noise_multiplier={self.first.noise_multiplier}, sampling_rate={self.first.sampling_rate}"
+            return f"is not granted: the first plan needed all of delta, so only steps with {plan} are"
+        by = "RDP (noise or rate differ)" if len(merged(counts)) > 1 else "PLD"
+        share = "delta" if self.alone else "half of delta"
+        return f"would make epsilon={self.epsilon(counts):.6g} in all, by {by} at {share}"
+
+
+@lru_cache(maxsize=64)
+def _needs_all_of_delta(plan: MechanismCount, budget: Budget) -> bool:
+    if epsilon_of([plan], budget.delta / 2, "pld") <= budget.epsilon:
+        return False
+    return epsilon_of([plan], budget.delta, "pld") <= budget.epsilon
+
+
+@lru_cache(maxsize=64)
+def _best_order(plan: MechanismCount, budget: Budget) -> int:
+    """The order at which most steps of this mechanism fit."""
+
+    def room(order: int) -> float:
+        left = budget.epsilon + math.log(budget.delta / 2 * order) / (order - 1) - math.log1p(-1 / order)
+        divergence = rdp_at(plan, order)
+        return left / divergence if divergence > 0 else math.inf
+
+    return max(_ORDERS, key=room)
+
+
+class _Ceiling(NamedTuple):
+    """The most steps of one mechanism within the budget, while those of the others stay as they are."""
+
+    others: frozenset[tuple[Mechanism, int]]
+    steps: int
+    exact: bool  # False: no more were asked for, so there may be room above
+
+
+class BudgetFilter:
+    """Admits steps up to a budget (any number without one) by its `Rule`.
+
+    The accountant is asked again only after a change that no earlier answer covers: a run was registered or
+    finished, or, when not all plans fit, steps of another mechanism were taken.
+    """
+
+    def __init__(self, budget: Budget | None) -> None:
+        self.budget = budget
+        self._ceilings: dict[tuple[Rule, Mechanism], _Ceiling] = {}
+
+    def admit(self, history: History, run: Run, wanted: int) -> int:
+        """How many of `wanted` steps fit in the plan of the run and, with all else, in the budget."""
+        wanted = min(wanted, run.remaining)
+        rule = self._rule(history, run)
+        # What is planned stays the same while steps are taken, so the accountant's cache has the answer.
+        if not wanted or rule is None or rule.fits(history.planned()):
+            return wanted
+        taken = history.totals[run.mechanism]
+        ceiling = self._ceilings.get((rule, run.mechanism))
+        others = frozenset(item for item in history.totals.items() if item[0] != run.mechanism)
+        full = ceiling is not None and taken + wanted > ceiling.steps
+        if ceiling is None or ceiling.others != others or (full and not ceiling.exact):
+            more = _room(history, run, rule)
+            ceiling = _Ceiling(others, taken + more, exact=more < run.remaining)
+            self._ceilings[rule, run.mechanism] = ceiling
+        return max(0, min(wanted, ceiling.steps - taken))
+
+    def refusal(self, history: History, run: Run) -> str:
+        """Why one more step of the run does not fit."""
+        rule = self._rule(history, run)
+        assert rule is not None, "without a budget nothing is refused"
+        return rule.refusal([*history.counts(), run.plan.count(1)])
+
+    def _rule(self, history: History, run: Run) -> Rule | None:
+        return Rule(self.budget, (history.first or run).plan.count()) if self.budget else None
+
+
+def _room(history: History, run: Run, rule: Rule) -> int:
+    spent = history.counts()
+    return most(lambda k: rule.fits([*spent, run.plan.count(k)]), run.remaining)
+
+
+def most(fits: Callable[[int], bool], wanted: int) -> int:
+    """The largest k <= `wanted` that fits, where all below one that fits do; 0 if none does."""
+    low, high = 0, wanted + 1  # invariant: low fits (or is 0), high does not (or is not wanted)
+    while high - low > 1:
+        middle = wanted if high > wanted else (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

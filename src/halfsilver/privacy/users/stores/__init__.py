@@ -1,0 +1,1 @@
+"""Where the rows of private users are read from: memory, JSON lines, SQLite."""

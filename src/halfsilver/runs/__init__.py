@@ -1,0 +1,1 @@
+"""One run on disk: its folder, session, checkpoint, privacy statement, and the check of all of these from outside."""

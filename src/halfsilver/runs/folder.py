@@ -1,0 +1,152 @@
+"""The run folder: config, statement, metrics, checkpoint, and one writer at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from halfsilver._core import system
+from halfsilver.errors import CheckpointCorrupt, ConfigError
+
+SCHEMA_VERSION = 1
+UNSAFE = "unsafe-"  # starts the id of a run with a known seed, so that the ledger's chain tells of it
+
+
+class RunFolder:
+    """Names and formats of the files of one run.
+
+    ::
+
+        config.json             what was asked for, versions, the run's id
+        statement.json          the privacy statement
+        metrics.jsonl           one line per report
+        checkpoint.safetensors  the latest state
+        ledger.jsonl            unless the run uses the data set's own ledger elsewhere; beside it ledger.jsonl.head
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.statement = self.path / "statement.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoint = self.path / "checkpoint.safetensors"
+        self.ledger = self.path / "ledger.jsonl"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder and keep other writers out of it."""
+        system.make_folder(self.path.resolve())
+        with system.lock_file(self.path / ".lock", blocking=False):
+            yield
+
+    def claim(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the config of a new run, or check it against the one that is being resumed; return it with its id."""
+        if not self.config.exists():
+            mine = {"schema_version": SCHEMA_VERSION, **config, "versions": versions()}
+            mine["run_id"] = new_run_id(mine)
+            write_json(self.config, mine)
+            return mine
+        found = read_json(self.config)
+        if not isinstance(found.get("run_id"), str):
+            raise CheckpointCorrupt(f"Expected {self.config} to name its run_id. {_WAY_OUT}")
+        now = json.loads(json.dumps(config))
+        for name in sorted(now.keys() | found.keys() - {"schema_version", "run_id", "versions"}):
+            if found.get(name) != now.get(name):
+                raise ConfigError(
+                    f"Expected {name} of the run in {self.path} to be unchanged on resume: it was "
+                    f"{found.get(name)!r} and is now {now.get(name)!r}. Use another run_dir for another run."
+                )
+        return found
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append one record. JSON has no NaN and no infinity; null stands for them, and is read as NaN."""
+        record = {name: value if _is_json(value) else None for name, value in record.items()}
+        with system.confirmed(self.metrics), open(self.metrics, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def history(self) -> list[dict[str, Any]]:
+        """All metric records. They are not synced, so a crash may leave holes: what is not a record is left out."""
+        if not self.metrics.exists():
+            return []
+        found = map(_metric, self.metrics.read_bytes().splitlines(keepends=True))
+        return [record for record in found if record is not None]
+
+    def clear(self) -> None:
+        """Make room for another run. A ledger that lies here stays: what was spent stays spent.
+
+        The config goes last, so that a kill on the way leaves a folder that is still seen to be in use.
+        """
+        for path in (self.checkpoint, self.metrics, self.statement, self.config):
+            path.unlink(missing_ok=True)
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged after `step`, torn line included: those steps are done again."""
+        kept = [record for record in self.history() if record["step"] <= step]
+        lines = ({name: v if _is_json(v) else None for name, v in r.items()} for r in kept)
+        system.write_atomically(self.metrics, "".join(json.dumps(r) + "\n" for r in lines).encode())
+
+
+def _metric(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return None
+    return {name: math.nan if value is None else value for name, value in record.items()}
+
+
+def _is_json(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def new_run_id(config: Mapping[str, Any]) -> str:
+    """A name that holds a digest of the config: what is in the config, the ledger's chain then vouches for."""
+    unsafe = UNSAFE if config.get("unsafe_seed") is not None else ""
+    return f"{unsafe}{secrets.token_hex(8)}-{config_digest(config)}"
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Of all but the run's name."""
+    text = json.dumps({name: value for name, value in config.items() if name != "run_id"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def json_text(value: Mapping[str, Any]) -> bytes:
+    """The one form in which files of a run folder are written."""
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    system.write_atomically(path, json_text(value))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return _object(path, path.read_bytes())
+    except OSError as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}. {_WAY_OUT}") from error
+
+
+_WAY_OUT = "Restore it from a copy, or use another folder."
+
+
+def _object(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}. {_WAY_OUT}") from error
+    if not isinstance(value, dict):
+        raise CheckpointCorrupt(f"Expected {path} to hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("halfsilver", "torch", "dp-accounting")}

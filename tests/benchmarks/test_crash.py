@@ -1,0 +1,60 @@
+"""The crash benchmark at a small size: nothing is lost, and each way of breaking the process is found out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.robustness.disk import Disk, Watch
+from halfsilver._core import system
+
+FINDS = {
+    "fsync": "under",
+    "file-fsync": "under",
+    "folder-fsync": "under",
+    "entropy": "noise_reused",
+    "order": "under",
+}
+
+
+@pytest.mark.slow
+def test_kills_lose_nothing_and_mutants_are_found_out() -> None:
+    """12 SIGKILLs with power cuts; the full form is `python -m benchmarks.robustness.crash --kills 200 --json`."""
+    command = [sys.executable, "-m", "benchmarks.robustness.crash", "--kills", "12", "--mutants", "6", "--json"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(done.stdout)
+    assert {name: found[name] for name in ("kills", "under", "noise_reused", "unreadable")} == {
+        "kills": 12,
+        "under": 0,
+        "noise_reused": 0,
+        "unreadable": 0,
+    }
+    assert found["over_worst"] <= 1
+    assert found["releases"] > 50
+    assert all(found["mutants"][name][figure] > 0 for name, figure in FINDS.items()), found["mutants"]
+
+
+def test_the_disk_keeps_what_was_synced_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    (root / "old").write_bytes(b"old")
+    disk = Disk(root)
+    monkeypatch.setattr(os, "fsync", Watch(disk.apply).fsync)
+    system.make_folder(root / "a" / "b")
+    system.write_atomically(root / "a" / "b" / "kept", b"one")
+    system.append_durably(root / "a" / "b" / "kept", b" two")
+    with (root / "a" / "b" / "kept").open("ab") as file:
+        file.write(b" lost")
+    (root / "a" / "b" / "new").write_bytes(b"lost")  # no sync at all
+    os.replace(root / "old", root / "renamed")  # no sync of the folder
+    after = disk.cut(tmp_path / "after").root
+    assert sorted(str(p.relative_to(after)) for p in after.rglob("*")) == ["a", "a/b", "a/b/kept", "old"]
+    assert (after / "a" / "b" / "kept").read_bytes() == b"one two"
+    assert (after / "old").read_bytes() == b"old"

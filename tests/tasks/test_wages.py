@@ -1,0 +1,31 @@
+"""The wage example in a short form, on the real data, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+def test_wages_two_splits(data_dir: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "wages.py"), "--splits", "2", "--json"]
+    command += ["--data", str(data_dir), "--plot", str(tmp_path / "wages.png")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=ONE_THREAD)
+    out = json.loads(done.stdout)
+    r2 = {(row["method"], row["epsilon"]): row["r2"] for row in out["rows"]}
+    private = {(method, epsilon) for method in ("cold", "warm", "pda") for epsilon in (0.1, 0.5, 1.0)}
+    assert set(r2) == private | {("nonprivate", None), ("public", None)}
+    assert all(len(row["splits"]) == 2 and row["ci95"] >= 0 for row in out["rows"])
+    assert out["config"]["n_private"] + out["config"]["n_public"] < out["config"]["n"] == 61_395
+    assert len(out["gains"]) == 12
+    assert r2["pda", 1.0] >= r2["public", None] - 0.01
+    assert max(r2.values()) < 0.35  # log earnings are not that predictable: more would be a leak of test rows
+    assert (tmp_path / "wages.png").read_bytes()[:4] == b"\x89PNG"
