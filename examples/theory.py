@@ -217,9 +217,7 @@ def trial(problem: Problem, n_pub: int, rates: list[float], noise: float, seed: 
 def study(trials: int, rates: list[float], exponents: list[float], epsilon: float) -> list[Row]:
     """Mean excess risk over trials and its standard error, for each n_pub, method and learning rate."""
     n_priv, sizes = DIM**3, {c: round(DIM**c) for c in exponents}
-    plan = hs.PrivacyPlan.calibrate(
-        epsilon=epsilon, delta=DELTA, steps=STEPS, sampling_rate=1.0, expected_batch_size=n_priv
-    )
+    plan = hs.PrivacyPlan.calibrate(epsilon=epsilon, delta=DELTA, population=n_priv, batch_size=n_priv, steps=STEPS)
     found: dict[tuple[float, str, float | None], list[Row]] = {}
     for seed in range(trials):
         problem = Problem.draw(DIM, n_priv, max(sizes.values()), seed)

@@ -50,7 +50,7 @@ def case(rng: np.random.Generator) -> Case:
     x, y = _rows(rng, 2000)
     public = _rows(rng, 30)
     plan = hs.PrivacyPlan.calibrate(
-        epsilon=0.5, delta=1e-5, steps=STEPS, sampling_rate=RATE, expected_batch_size=BATCH, max_grad_norm=CLIP
+        epsilon=0.5, delta=1e-5, steps=STEPS, population=BATCH / RATE, batch_size=BATCH, max_grad_norm=CLIP
     )
     noise = plan.noise_multiplier * CLIP / BATCH
     start = np.linalg.lstsq(*public, rcond=None)[0].astype(np.float64)
