@@ -111,7 +111,7 @@ class Adding:
 
     @classmethod
     def once(cls, rows: int) -> Adding:
-        """For a sum that one call computes. Its margin must not depend on the number of rows: neighbours differ in it."""
+        """For a sum that one call computes. Its margin does not depend on the number of rows, which is private."""
         return cls(rows=_ROWS_AT_ONCE, exact=rows > _ROWS_AT_ONCE)
 
     @property
