@@ -5,7 +5,8 @@ one member to the next by geometric gaps, so time and memory grow with the batch
 
 References:
     - Abadi et al. 2016, Deep Learning with Differential Privacy, arXiv:1607.00133, for Poisson batches in DP-SGD.
-    - Balle, Barthe and Gaboardi 2018, Privacy Amplification by Subsampling, arXiv:1807.01647.
+    - Balle, Barthe and Gaboardi 2018, Privacy Amplification by Subsampling: Tight Analyses via Couplings and
+      Divergences, arXiv:1807.01647.
     - Devroye 1986, Non-Uniform Random Variate Generation, Springer, chapter X.2, for the geometric law by inversion.
 """
 
