@@ -9,7 +9,7 @@ author = "The halfsilver authors"
 copyright = author
 version = release = _version(project)
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["html_image"]  # pages use <img> where a code host needs a width
 myst_heading_anchors = 3  # the same anchors as on a code host
 

@@ -1,26 +1,42 @@
-"""Typed errors. Each message says what was wrong, with its name, value and range, and what to do."""
+"""Typed errors. Each message says what was wrong, with name, value and range, and what to do."""
 
 from __future__ import annotations
 
 
 class HalfsilverError(Exception):
-    """Base of every error that halfsilver raises on purpose."""
+    """Base class of every error that halfsilver raises on purpose. Catch it to handle all of them.
+
+    Example:
+        >>> import halfsilver as hs
+        >>> try:
+        ...     hs.Budget(epsilon=-1, delta=1e-5)
+        ... except hs.HalfsilverError as error:
+        ...     print(error)
+        Expected epsilon=-1 in (0, inf).
+    """
 
 
 class ConfigError(HalfsilverError, ValueError):
-    """An option has a value that cannot be used."""
+    """An option has a value that cannot be used. The message names the option, its value and its range."""
 
 
 class BudgetExceeded(HalfsilverError):
-    """The next private step would spend more than the budget of the data set; nothing was touched."""
+    """The next private step would exceed the budget of the data set or the steps of the plan.
+
+    It is raised before private data are touched, and nothing is spent. `Trainer.fit` raises it only if not even the
+    first step is allowed. A later refusal ends the run, and its result says so.
+    """
 
 
 class LedgerCorrupt(HalfsilverError):
-    """A privacy ledger is not the file that its own chain, or a checkpoint, says it is."""
+    """A privacy ledger is not the file that its own hash chain, its head file or a checkpoint says it is.
+
+    Restore the newest copy. Do not continue with an older one, because it does not count all steps.
+    """
 
 
 class CheckpointCorrupt(HalfsilverError):
-    """A checkpoint cannot be read, or belongs to another plan, model or ledger."""
+    """A checkpoint or result file cannot be read, or belongs to another plan, model or ledger."""
 
 
 class RunFolderBusy(HalfsilverError):
@@ -28,15 +44,18 @@ class RunFolderBusy(HalfsilverError):
 
 
 class StorageError(HalfsilverError, OSError):
-    """The operating system refused to write or to sync a file; what was not confirmed was not acted upon."""
+    """The operating system refused to write or to sync a file. Nothing that was not confirmed was acted upon."""
 
 
 class UnsupportedLayer(HalfsilverError):
-    """A module cannot be trained with a per-example guarantee, or not by the chosen backend."""
+    """A module cannot be trained with a guarantee per example, or not by the chosen backend.
+
+    The message says what to change, often the layer or the backend.
+    """
 
 
 class PrivateDataError(HalfsilverError):
-    """Private data was given, or asked for, in a way that would break the guarantee."""
+    """Private data were given, or requested, in a way that would break the guarantee."""
 
 
 class ConvergenceError(HalfsilverError):
@@ -44,11 +63,16 @@ class ConvergenceError(HalfsilverError):
 
 
 class DataMissing(HalfsilverError):
-    """A file of a standard data set is not there, or not whole."""
+    """A file of a standard data set is missing or incomplete."""
 
 
 class MissingExtra(HalfsilverError, ImportError):
-    """An optional dependency is not installed."""
+    """An optional dependency is not installed.
+
+    Args:
+        package: The package that is missing.
+        extra: The extra of halfsilver that installs it.
+    """
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; get it with: pip install 'halfsilver[{extra}]'")
@@ -59,12 +83,23 @@ class PlatformUnsupported(HalfsilverError):
 
 
 def require(condition: bool, name: str, value: object, expected: str, hint: str = "") -> None:
-    """Raise `ConfigError` with name, value and range unless `condition` holds.
+    """Raise `ConfigError` with name, value and range unless a condition holds.
 
-    >>> require(1.3 <= 1, "sampling_rate", 1.3, "in (0, 1]")
-    Traceback (most recent call last):
-    ...
-    halfsilver.errors.ConfigError: Expected sampling_rate=1.3 in (0, 1].
+    Args:
+        condition: Whether the value can be used.
+        name: The name of the option.
+        value: Its value.
+        expected: What was expected, as it continues "Expected name=value".
+        hint: A sentence that says what to do. Default "".
+
+    Raises:
+        ConfigError: If `condition` is false.
+
+    Example:
+        >>> require(1.3 <= 1, "sampling_rate", 1.3, "in (0, 1]")
+        Traceback (most recent call last):
+        ...
+        halfsilver.errors.ConfigError: Expected sampling_rate=1.3 in (0, 1].
     """
     if not condition:
         raise ConfigError(f"Expected {name}={value!r} {expected}.{' ' + hint if hint else ''}")

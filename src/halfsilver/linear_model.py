@@ -1,4 +1,4 @@
-"""Linear regression by exact mirror descent, with scikit-learn's conventions."""
+"""Linear regression by exact mirror descent, with the conventions of scikit-learn."""
 
 from __future__ import annotations
 
@@ -38,28 +38,51 @@ _ROWS_AT_ONCE = 4096
 
 
 class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[misc]
-    """Least squares on private rows, each step preconditioned by the Hessian of the public rows.
+    """Least squares on private rows, each step preconditioned by the Hessian of public rows.
+
+    Every step uses all private rows. With H the Hessian of the public rows and g the noisy mean gradient, it is theta
+    <- theta - learning_rate * (H + damping * mean eigenvalue of H)^-1 g, starting from the public solution. A learning
+    rate of 1 is a Newton step.
 
     Guarantee: `coef_` and `intercept_` are (epsilon, delta)-DP under adding or removing one private row. Nothing is
-    centred, scaled or chosen by looking at private rows; public rows are not protected.
+    centred, scaled or chosen by looking at private rows. Public rows are not protected.
 
-    Every step uses all private rows: theta - learning_rate * (H + damping)^-1 (noisy mean gradient), from the public
-    solution; `damping` is in units of the mean eigenvalue of H, and a learning rate of 1 is a Newton step.
-    `max_grad_norm` defaults to half the median gradient norm of public rows at the public solution. `n_private` is a
-    public constant that scales the mean; None releases a noisy count, for the price of one step. `method` is "pda" or
-    one of its baselines: "warm" (DP-SGD from the public solution), "cold" (DP-SGD from zero) and "public" (no private
-    row is read). `constraint` keeps each iterate in a set. `ledger` is the ledger of the private data set; without it
-    there is one in `run_dir`, and without that in a temporary folder, `run_dir_`. Every fit is a private run, those of
-    a `GridSearchCV` too: give a path as `ledger`, which its clones share, and `epsilon_` is the total of all of them.
+    Every fit is a private run, also those of a `GridSearchCV`. Give a path as `ledger`, which its clones share; then
+    `epsilon_` is the total of all fits.
 
-    >>> import numpy as np
-    >>> rng = np.random.default_rng(0)
-    >>> x, theta = rng.normal(size=(3000, 3)), np.array([1.0, -2.0, 0.5])
-    >>> y = x @ theta
-    >>> model = MirrorLinearRegression(epsilon=1.0, delta=1e-5)
-    >>> model = model.fit(x[200:], y[200:], X_public=x[:200], y_public=y[:200] + 0.3 * rng.normal(size=200))
-    >>> bool(np.abs(model.coef_ - theta).max() < 0.1)
-    True
+    Args:
+        epsilon: The privacy parameter of one fit, above 0. Default 1. Smaller is stronger.
+        delta: The delta at which it holds, in (0, 1). Default 1e-5. Choose it well below one over the number of rows.
+        method: "pda" (the default), or one of its baselines: "warm" (DP-SGD from the public solution), "cold" (DP-SGD
+            from zero) and "public" (no private row is read).
+        steps: The number of steps, at least 1. Default 40. More steps mean more noise per step.
+        learning_rate: The step size, above 0. Default 0.25. For "warm" and "cold" it is in units of the inverse mean
+            curvature. Raise it towards 1 if noise is small, and lower it if noise dominates.
+        max_grad_norm: The clip norm of one row's gradient, above 0. Default None, which takes half the median gradient
+            norm of public rows at the public solution.
+        damping: Added to H, in units of its mean eigenvalue; at least 0. Default 1e-3. Raise it if public rows are few.
+        constraint: A set that keeps each iterate, such as `halfsilver.mirror.L2Ball`. Default None.
+        average: Which iterate is returned: "uniform" (the default) for the mean of all, a decay in (0, 1) for an
+            exponential mean, or None for the last one.
+        fit_intercept: Whether to fit an intercept. Default True.
+        n_private: The number of private rows, if it is public; at least 1. It only scales the mean. Default None, which
+            releases a noisy count for the price of one step.
+        ledger: The ledger of the private data set, or its path. Default None, which makes one in `run_dir`.
+        run_dir: The folder of the run. Default None, which makes a temporary folder. Its path is in `run_dir_`.
+        unsafe_seed: A seed for reproducible noise, for tests only. Default None. With a seed nothing is private.
+
+    Example:
+        >>> import numpy as np
+        >>> rng = np.random.default_rng(0)
+        >>> x, theta = rng.normal(size=(3000, 3)), np.array([1.0, -2.0, 0.5])
+        >>> y = x @ theta
+        >>> model = MirrorLinearRegression(epsilon=1.0, delta=1e-5)
+        >>> model = model.fit(x[200:], y[200:], X_public=x[:200], y_public=y[:200] + 0.3 * rng.normal(size=200))
+        >>> bool(np.abs(model.coef_ - theta).max() < 0.1)
+        True
+
+    References:
+        - Amid et al. 2022, Public Data-Assisted Mirror Descent for Private Model Training, ICML, arXiv:2112.00193.
     """
 
     def __init__(
@@ -96,9 +119,24 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         self.unsafe_seed = unsafe_seed
 
     def fit(self, X: Any, y: Any, *, X_public: Any = None, y_public: Any = None) -> Self:
-        """Fit to private (X, y), dense or SciPy sparse, with public rows as the mirror.
+        """Fit to private rows, with public rows as the mirror map.
 
-        A private row with NaN or infinite entries contributes nothing. Public rows must be finite.
+        A private row with NaN or infinite entries contributes zero. Public rows must be finite.
+
+        Args:
+            X: The private features, dense or SciPy sparse, of shape (rows, features).
+            y: The private targets, of shape (rows,).
+            X_public: The public features, with the same columns. Required.
+            y_public: The public targets. Required.
+
+        Returns:
+            The estimator, with `coef_`, `intercept_`, `epsilon_`, `plan_` and `run_dir_`. With ``method="public"`` only
+            the first two are set.
+
+        Raises:
+            ConfigError: If public rows are missing, if private rows were given as public ones, or if an option is out
+                of range.
+            BudgetExceeded: If the ledger's budget does not allow the first step.
         """
         require(
             self.method in ("public", "cold", "warm", "pda"), "method", self.method, "to be public, cold, warm or pda"
@@ -123,6 +161,14 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         return self
 
     def predict(self, X: Any) -> np.ndarray:
+        """Predict targets for new rows.
+
+        Args:
+            X: The features, dense or SciPy sparse, of shape (rows, features).
+
+        Returns:
+            ``X @ coef_ + intercept_``, of shape (rows,).
+        """
         check_is_fitted(self)
         x = validate_data(self, X, reset=False, accept_sparse="csr")
         return np.asarray(x @ self.coef_ + self.intercept_)
@@ -180,7 +226,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         return Quadratic(public.hessian, damping=public.ridge, normalize=False)
 
     def _lr(self, public: _Public) -> float:
-        """As given for Newton steps; plain gradient steps are measured in the inverse mean curvature."""
+        """The given rate for Newton steps; for plain gradient steps, in units of the inverse mean curvature."""
         return self.learning_rate if self.method == "pda" else self.learning_rate / public.curvature
 
     def __sklearn_tags__(self) -> Any:
@@ -214,7 +260,7 @@ class _Public:
         return torch.as_tensor(self.x.toarray() if sparse.issparse(self.x) else self.x)
 
     def typical_gradient_norm(self) -> float:
-        """Median of |residual| * |x|, with the residuals of a fit to these rows stretched to those of fresh ones."""
+        """Median of |residual| * |x|. Residuals of a fit to these rows are scaled up to those of fresh rows."""
         n, p = self.x.shape
         residual = np.abs(self.y.numpy() - self.x @ self.solution.numpy()) * (n / (n - p) if n > 1.1 * p else 10.0)
         norms = np.sqrt(np.asarray((self.x.multiply(self.x) if sparse.issparse(self.x) else self.x**2).sum(1)).ravel())

@@ -1,4 +1,4 @@
-"""One line for people who already have an Opacus loop: `attach_mirror`."""
+"""Mirror maps for an existing Opacus loop: `attach_mirror`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,49 @@ def attach_mirror(
     total_steps: int | None = None,
     steps_per_epoch: float | None = None,
 ) -> MirrorHandle:
-    """From now on every update of `optimizer` goes through `mirror`; the rest of the Opacus loop stays as it is.
+    """Send every update of an Opacus optimizer through a mirror map. The rest of the loop stays as it is.
 
-    `optimizer` is what `make_private` returned, or the torch optimizer inside; `public` is made with the model that it
-    trains, before or after `make_private`. Between Opacus's noise and the update the map replaces each gradient by its
-    direction, so the cost in privacy is the one Opacus reports. The public gradient has a pass of its own that leaves
-    the state of Opacus and of every random generator as it was. `total_steps` and `steps_per_epoch` (len(data_loader))
-    are for schedules that ask for them. Whatever does not fit is refused here, before the first private step.
+    Between Opacus's noise and the update, the map replaces each gradient by its direction. This is post-processing, so
+    the cost in privacy is the one that Opacus reports. The public gradient has a pass of its own, which leaves the
+    state of Opacus and of every random generator as it was.
 
-    Left of the noise everything is Opacus's, and these promises of `Trainer` do not hold: noise from the system's
-    entropy and on a grid; a margin for rounding in the clip; a record of NaN that contributes nothing; a batch size
-    that is declared rather than computed from the number of private records; sampling that is the accountant's whatever
-    the loader; a ledger written before the data are touched, a budget that refuses, and a statement.
+    Everything before the noise is Opacus's. So these promises of `Trainer` do *not* hold here: noise from the system's
+    entropy and on a grid; a clipping margin for rounding; a NaN record that contributes zero; a batch size that is
+    declared and not computed from the number of private records; sampling that is the accountant's whatever the loader;
+    a ledger that is written before the data are touched, a budget that refuses, and a statement.
+
+    Args:
+        optimizer: What `make_private` returned, or the torch optimizer inside it. Its loss reduction must be "mean".
+        mirror: The mirror map.
+        public: The public loss, made with the model that the optimizer trains, before or after `make_private`. None for
+            maps that need no public data.
+        total_steps: The number of updates of the whole training, at least 1. Default None. Needed by schedules that
+            depend on it, such as `cosine`.
+        steps_per_epoch: The number of updates per pass over the private data, ``len(data_loader)``; above 0. Default
+            None. Needed by schedules in epochs.
+
+    Returns:
+        A handle with which to remove the map or to save its state.
+
+    Raises:
+        ConfigError: If optimizer, map, schedule and public loss do not fit together. This is tried here, before the
+            first private step.
+        MissingExtra: If Opacus is not installed.
+
+    Example:
+        >>> import torch
+        >>> import halfsilver as hs
+        >>> from halfsilver.opacus import attach_mirror
+        >>> model = torch.nn.Linear(2, 1)
+        >>> loss_fn = lambda model, batch: (model(batch[0]).squeeze(1) - batch[1]).square()
+        >>> public = hs.PublicLoss(model, loss_fn, (torch.randn(20, 2), torch.randn(20)))
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)  # or what make_private returned
+        >>> handle = attach_mirror(sgd, hs.FirstOrder(alpha=hs.constant(0.9)), public)
+        >>> handle.remove()
+
+    References:
+        - Amid et al. 2022, Public Data-Assisted Mirror Descent for Private Model Training, ICML, arXiv:2112.00193.
+        - Yousefpour et al. 2021, Opacus: User-Friendly Differential Privacy Library in PyTorch, arXiv:2109.12298.
     """
     inner = _inner(optimizer)
     require(total_steps is None or total_steps >= 1, "total_steps", total_steps, "at least 1 or None")
@@ -46,7 +77,16 @@ def attach_mirror(
 
 @final
 class MirrorHandle:
-    """A mirror map at work on an optimizer, until `remove`; `step` counts the updates that went through it."""
+    """A mirror map that is attached to an optimizer, until `remove`. The attribute `step` counts its updates.
+
+    Users do not call this constructor but `attach_mirror`.
+
+    Args:
+        optimizer: The torch optimizer.
+        mirror: The mirror map.
+        public: The public loss, or None.
+        length: ``total_steps`` and ``steps_per_epoch``, each possibly None.
+    """
 
     def __init__(
         self, optimizer: Optimizer, mirror: MirrorMap, public: PublicLoss | None, length: Mapping[str, Any]
@@ -63,15 +103,26 @@ class MirrorHandle:
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
-        """Back to plain DP-SGD; model and optimizer keep what they have learnt."""
+        """Detach the map. Training continues as plain DP-SGD, and model and optimizer keep their state."""
         self._hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides model and optimizer: a number and tensors."""
+        """What a checkpoint needs besides model and optimizer.
+
+        Returns:
+            The number of updates, and the tensors that the map keeps.
+        """
         return {"step": self.step, "mirror": {name: self._state[name] for name in self._mirror.persistent}}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where the handle that wrote `saved` stood."""
+        """Continue from a saved state.
+
+        Args:
+            saved: What `state_dict` returned, for the same map and model.
+
+        Raises:
+            CheckpointCorrupt: If it is no such state, or belongs to another map or model.
+        """
         try:
             step, tensors = int(saved["step"]), dict(saved["mirror"])
             fits = step >= 0 and _shapes(tensors) == _shapes({k: self._state[k] for k in self._mirror.persistent})
@@ -110,7 +161,7 @@ class MirrorHandle:
 
 @final
 class _Clock(Clock):
-    """A clock that, asked for a length which was not given, says how to give it."""
+    """A clock that explains how to give a length, where a schedule asks for one that was not given."""
 
     def __post_init__(self) -> None:
         """Nothing: the lengths may be missing, and have been checked where they came in."""
@@ -150,10 +201,10 @@ def _bare(public: PublicLoss) -> PublicLoss:
 
 @contextmanager
 def _hooks_off(public: PublicLoss | None) -> Iterator[None]:
-    """Opacus's hooks taken off the public loss's model, whoever put them there, and put back after the block.
+    """Take Opacus's hooks off the model of the public loss for this block, whoever put them there.
 
-    Merely disabled, a backward hook still makes torch warn. And silencing that would reset Python's memory of what it
-    has shown already: the warnings of the private pass would be printed at every step instead of once.
+    A hook that is only disabled still makes torch warn. Silencing that warning would reset Python's record of warnings
+    already shown, and those of the private pass would be printed at every step instead of once.
     """
     from opacus.grad_sample import GradSampleHooks
 

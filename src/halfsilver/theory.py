@@ -1,8 +1,11 @@
 """The theory of mirror descent with public data for linear regression, as functions that can be checked.
 
-The risk bounds are the theorem's without what its O-tilde hides: constants and polylogarithmic factors of the sizes and
-of the smallest eigenvalue. They are scales. Compare them with each other and watch how they change; as estimates of an
-error they are useless. `noise_shift` hides nothing: it is an equality.
+The risk bounds are those of the theorem without what its O-tilde hides: constants, and polylogarithmic factors of the
+sizes and of the smallest eigenvalue. Use them to compare methods and to see how risk scales, not to estimate an error.
+`noise_shift` hides nothing: it is an equality.
+
+References:
+    - Amid et al. 2022, Public Data-Assisted Mirror Descent for Private Model Training, ICML, arXiv:2112.00193.
 """
 
 from __future__ import annotations
@@ -20,16 +23,32 @@ Vector = Sequence[float] | npt.NDArray[Any]
 
 
 def chi(eigenvalues: Vector, n_pub: float, delta: float) -> float:
-    """What the geometry costs: the factor of ``log(1/delta) / (epsilon n_priv)^2`` in `pda_risk_bound`.
+    """The cost of the geometry: the factor of ``log(1/delta) / (epsilon n_priv)^2`` in `pda_risk_bound`.
 
-    ``max(1/l_min, l_max n_pub) * sum_i min(1, log(1/delta) / (l_i^2 n_pub))`` for eigenvalues l_i of the population
-    Hessian E[x x']. The sum is the squared Gaussian width of the set where public data say that the answer lies.
+    ``chi = max(1/l_min, l_max n_pub) * sum_i min(1, log(1/delta) / (l_i^2 n_pub))`` for eigenvalues l_i of the
+    population Hessian E[x x']. The sum is the squared Gaussian width of the set where public data locate the answer.
 
-    It falls as public rows come in, up to ``n_pub = 1 / (l_min l_max)``. Beyond that it never falls, and it grows while
-    some direction is still at its limit of 1: that is the proof's doing, since public rows may always be left out.
+    It falls as public rows are added, up to ``n_pub = 1 / (l_min l_max)``. Beyond that it never falls, and it grows
+    while some direction is still at its limit of 1. That is an artefact of the proof, because public rows may always be
+    left out.
 
-    >>> chi([1 / 100] * 100, n_pub=1_000, delta=1e-5)  # isotropic: p^2
-    10000.0
+    Args:
+        eigenvalues: Those of the population Hessian, all above 0.
+        n_pub: The number of public rows, at least 1.
+        delta: In (0, 1).
+
+    Returns:
+        The factor, above 0.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+
+    Example:
+        >>> chi([1 / 100] * 100, n_pub=1_000, delta=1e-5)  # isotropic: p^2
+        10000.0
+
+    References:
+        - Amid et al. 2022, Public Data-Assisted Mirror Descent for Private Model Training, ICML, arXiv:2112.00193.
     """
     values = _spectrum(eigenvalues)
     _check_rows("n_pub", n_pub)
@@ -39,38 +58,98 @@ def chi(eigenvalues: Vector, n_pub: float, delta: float) -> float:
 
 
 def pda_risk_bound(eigenvalues: Vector, *, n_pub: float, n_priv: float, epsilon: float, delta: float) -> float:
-    """Excess population risk of mirror descent under the public loss, without constants and polylog factors.
+    """Excess population risk of mirror descent under the public loss, without constants and polylogarithmic factors.
 
-    ``chi log(1/delta) / (epsilon n_priv)^2 + 1 / (l_min n_priv)``. The theorem asks for features and residuals of size
-    at most 1, ``n_priv >= n_pub``, and ``n_pub`` of the order of ``log(p/delta) / l_min`` or more. The first two are
-    yours to see to, and the third has a constant that nobody knows: nothing of this is checked here.
+    ``chi log(1/delta) / (epsilon n_priv)^2 + 1 / (l_min n_priv)``. The theorem assumes features and residuals of size
+    at most 1, ``n_priv >= n_pub``, and ``n_pub`` of the order of ``log(p/delta) / l_min`` or more. None of this is
+    checked. The first two are up to you, and the third has an unknown constant.
+
+    Args:
+        eigenvalues: Those of the population Hessian, all above 0.
+        n_pub: The number of public rows, at least 1.
+        n_priv: The number of private rows, at least 1.
+        epsilon: Above 0 and finite.
+        delta: In (0, 1).
+
+    Returns:
+        The scale of the excess risk.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+
+    Example:
+        >>> half = pda_risk_bound([0.5, 0.1], n_pub=100, n_priv=5_000, epsilon=1.0, delta=1e-5)
+        >>> pda_risk_bound([0.5, 0.1], n_pub=100, n_priv=10_000, epsilon=1.0, delta=1e-5) < half
+        True
+
+    References:
+        - Amid et al. 2022, Public Data-Assisted Mirror Descent for Private Model Training, ICML, arXiv:2112.00193.
     """
     return _bound(chi(eigenvalues, n_pub, delta), eigenvalues, n_priv, epsilon, delta)
 
 
 def dpsgd_risk_bound(eigenvalues: Vector, *, n_priv: float, epsilon: float, delta: float) -> float:
-    """The same for DP-SGD, which has no public data: ``p / l_min`` stands where `pda_risk_bound` has chi.
+    """Excess population risk of DP-SGD without public data: `pda_risk_bound` with ``p / l_min`` in place of chi.
 
     Run the theorem's proof with Psi = |theta|^2 / 2 on a ball of radius 1. The squared Gaussian width of the ball is p,
-    Psi is 1-strongly convex, and the loss is l_min-strongly convex with respect to Psi; the width over the last of
+    Psi is 1-strongly convex, and the loss is l_min-strongly convex with respect to Psi. The width over the last of
     these is p / l_min. It is p^2 where all eigenvalues are 1/p, and p^2.5 where one of them is p^-1.5.
 
-    The bound knows nothing of where DP-SGD starts, so a start at the public minimum is not in it.
+    The bound does not depend on where DP-SGD starts, so it does not show the effect of a start at the public minimum.
+
+    Args:
+        eigenvalues: Those of the population Hessian, all above 0.
+        n_priv: The number of private rows, at least 1.
+        epsilon: Above 0 and finite.
+        delta: In (0, 1).
+
+    Returns:
+        The scale of the excess risk.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+
+    Example:
+        >>> size = {"n_priv": 5_000, "epsilon": 1.0, "delta": 1e-5}
+        >>> pda_risk_bound([1.0] * 99 + [0.01], n_pub=1_000, **size) < dpsgd_risk_bound([1.0] * 99 + [0.01], **size)
+        True
+
+    References:
+        - Amid et al. 2022, Public Data-Assisted Mirror Descent for Private Model Training, ICML, arXiv:2112.00193.
+        - Bassily, Smith and Thakurta 2014, Private Empirical Risk Minimization: Efficient Algorithms and Tight Error
+          Bounds, arXiv:1405.7085, for DP-SGD on convex losses.
     """
     values = _spectrum(eigenvalues)
     return _bound(len(values) / float(values.min()), eigenvalues, n_priv, epsilon, delta)
 
 
 def noise_shift(eigenvalues: Vector, coefficients: Vector, lr: float, sigma: float) -> float:
-    """By how much one step's noise moves the next iterate along a direction, in expectation, exactly.
+    """How far one step's noise moves the next iterate along a direction, in expectation.
 
     ``E|<theta_noisy - theta_quiet, v>| = lr sigma sqrt(2/pi sum_i (a_i / l_i)^2)`` for a direction v with coefficients
-    a_i on the eigenvectors of the public Hessian and noise of standard deviation `sigma` on the mean gradient. It holds
-    for the step without a constraint set. `Bregman` has the eigenvalues themselves (plus its damping), `Quadratic`
-    those divided by the smallest, and DP-SGD has all ones, so that there every unit direction moves alike.
+    a_i on the eigenvectors of the public Hessian. It follows from theta_noisy - theta_quiet = -lr H^-1 b with b ~ N(0,
+    sigma^2 I) and E|N(0, s^2)| = s sqrt(2/pi). It is exact for a step without a constraint set.
 
-    >>> round(noise_shift([0.5, 0.25], [0.0, 1.0], lr=1.0, sigma=1.0), 4)
-    3.1915
+    Args:
+        eigenvalues: The l_i, all above 0. `Bregman` has the eigenvalues of the public Hessian (plus its damping),
+            `Quadratic` those divided by the smallest, and DP-SGD has all ones, so that every unit direction moves
+            alike.
+        coefficients: The a_i, one per eigenvalue.
+        lr: The learning rate, at least 0.
+        sigma: Standard deviation of the noise on the mean gradient, at least 0.
+
+    Returns:
+        The expected distance.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+
+    Example:
+        >>> round(noise_shift([0.5, 0.25], [0.0, 1.0], lr=1.0, sigma=1.0), 4)
+        3.1915
+
+    References:
+        - Amid et al. 2022, Public Data-Assisted Mirror Descent for Private Model Training, ICML, arXiv:2112.00193.
     """
     values, weights = _spectrum(eigenvalues), np.asarray(coefficients, dtype=np.float64)
     shapes = weights.shape == values.shape

@@ -1,7 +1,7 @@
 """Trackers: callbacks that show a run in TensorBoard or MLflow while it trains.
 
 Guarantee: a tracker writes what `Trainer` reports, which are released values and public constants, and the plan. Points
-carry the day and no time, because how long a step takes depends on the private records that were drawn.
+carry the day and no time, because the duration of a step depends on the private records that were drawn.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _log = logging.getLogger("halfsilver")
 
 @dataclass(eq=False)
 class _Tracker(ABC):
-    """A callback that hands a store some 200 steps of a run, and all those with metrics; under torchrun on rank 0.
+    """A callback that records about 200 steps of a run, and all steps with metrics; under torchrun on rank 0 only.
 
-    A store that cannot be opened is an error. One that fails later is left with a warning: had the run died of it, the
-    steps since its last checkpoint would have to be made, and paid for, again.
+    A store that cannot be opened is an error. One that fails later is dropped with a warning. If the run stopped
+    instead, the steps since its last checkpoint would have to be made, and paid for, again.
     """
 
     _: KW_ONLY
@@ -63,7 +63,7 @@ class _Tracker(ABC):
             _log.warning("%s has failed and is left; the run goes on without it: %s", type(self).__name__, error)
 
     def close(self) -> None:
-        """End the record. The last planned step does so by itself, so this is for a run that a budget ended."""
+        """End the record. The last planned step does so by itself; call it if a budget ended the run early."""
         if self._store is not None and not self._failed:
             self._close()
         self._store = None
@@ -88,9 +88,29 @@ class _Tracker(ABC):
 @final
 @dataclass(eq=False)
 class TensorBoard(_Tracker):
-    """Curves in an event file of `folder`, and the plan as a text. Look at them by ``tensorboard --logdir folder``.
+    """Write the curves of a run to a TensorBoard event file, and the plan as a text.
 
-    A run that goes on after a kill repeats some steps; TensorBoard then shows the later ones.
+    Pass it to `Trainer` in ``callbacks`` and look at the curves with ``tensorboard --logdir folder``. A run that
+    resumes after a crash repeats some steps; TensorBoard then shows the later ones.
+
+    Guarantee: only released values, public constants and the day are written.
+
+    Args:
+        folder: The folder of the event file.
+        plan: The plan, which is written once beside the curves. Default None.
+        delta: The delta at which the epsilon of the whole plan is written, in (0, 1). Default None, which writes none.
+            It needs `plan`.
+
+    Raises:
+        MissingExtra: If tensorboard is not installed.
+        ConfigError: If `delta` is given without `plan`, or is out of range.
+
+    Example:
+        >>> import tempfile
+        >>> import halfsilver as hs
+        >>> plan = hs.PrivacyPlan(steps=10, sampling_rate=0.1, expected_batch_size=50, noise_multiplier=1.0)
+        >>> TensorBoard(tempfile.mkdtemp(), plan=plan, delta=1e-5).delta  # then Trainer(..., callbacks=[...])
+        1e-05
     """
 
     folder: str | Path
@@ -122,12 +142,26 @@ class TensorBoard(_Tracker):
 @final
 @dataclass(eq=False)
 class MLflow(_Tracker):
-    """Curves and the plan as a run named `run` of an MLflow experiment.
+    """Write the curves and the plan of a run to an MLflow experiment.
 
-    `tracking_uri` is a server or a local file (``"sqlite:///mlflow.db"``); by default the one that MLflow itself is set
-    to. MLflow's reports about its use are switched off, unless your program has imported it before.
+    Pass it to `Trainer` in ``callbacks``. A run that resumes after a crash continues in the same MLflow run, where
+    repeated steps have two points. MLflow's usage reports are switched off, unless your program has imported MLflow
+    before.
 
-    A run that goes on after a kill goes on in the same MLflow run, where steps that were repeated have two points.
+    Guarantee: only released values, public constants and the day are written.
+
+    Args:
+        run: The name of the MLflow run.
+        experiment: The name of the experiment, which is created if needed. Default "halfsilver".
+        tracking_uri: A server or a local file such as ``"sqlite:///mlflow.db"``. Default None, which means the one that
+            MLflow itself is configured for.
+        plan: The plan, which is written as parameters of the run. Default None.
+        delta: The delta at which the epsilon of the whole plan is written, in (0, 1). Default None, which writes none.
+            It needs `plan`.
+
+    Raises:
+        MissingExtra: If mlflow is not installed.
+        ConfigError: If `delta` is given without `plan`, or is out of range.
     """
 
     run: str

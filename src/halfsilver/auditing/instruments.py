@@ -1,4 +1,4 @@
-"""The instruments: A bounds epsilon from below, B holds sampler and noise against the plan, C replays a neighbour."""
+"""The instruments: A bounds epsilon from below, B tests sampler and noise against the plan, C replays a neighbour."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One test of one instrument. `value` is a p-value where `kind` is "p", else a figure with the `limit` it has."""
+    """The outcome of one test of one instrument.
+
+    Args:
+        instrument: "A", "B", "C" or "reconciliation".
+        test: What was tested, in words.
+        kind: What `value` is: a p-value ("p"), a bound on epsilon ("bound") or a count or size ("count").
+        value: The figure.
+        limit: The figure at which the test raises an alarm.
+        alarm: Whether it did.
+    """
 
     instrument: Instrument
     test: str
@@ -34,9 +43,17 @@ class Finding:
 
 
 def judge(observation: Observation, alpha: float, *, delta: float = DELTA) -> list[Finding]:
-    """All tests on one observation. A correct loop sets off any alarm with a probability of at most `alpha`.
+    """Run all tests on one observation. A correct loop raises any alarm with probability at most `alpha`.
 
-    The level is divided over the statistical tests; the others (C, reconciliation, reads) cannot err.
+    The level is divided over the statistical tests (Bonferroni). The others (C, reconciliation, reads) cannot err.
+
+    Args:
+        observation: The audited run.
+        alpha: The probability of a false alarm, in (0, 1).
+        delta: The delta of the bound on epsilon, in (0, 1). Default 1e-5.
+
+    Returns:
+        One finding per test.
     """
     chances = list(p_values(observation))
     share = alpha / (len(chances) + 1)
@@ -54,11 +71,25 @@ def judge(observation: Observation, alpha: float, *, delta: float = DELTA) -> li
 
 
 def lower_bound(observation: Observation, alpha: float, delta: float = DELTA) -> float:
-    """Epsilon of the run is at least this, with confidence 1 - `alpha`, given Gaussian noise and the plan's q and T.
+    """Lower bound on the epsilon of the run, with confidence 1 - `alpha`, given Gaussian noise and the plan's q and T.
 
-    Whoever guesses "was in the batch" wherever a score exceeds 1/2 errs at two rates. No mechanism with less separation
-    than mu has rates as low as these, so the noise multiplier is at most 1 / mu. The threshold is a constant: one that
-    followed the claimed noise would follow the claim.
+    An attacker guesses "was in the batch" wherever a score exceeds 1/2. Let a and b be upper confidence bounds on the
+    two error rates of that guess. No Gaussian mechanism with separation below mu = Phi^-1(1 - a) - Phi^-1(b) has rates
+    as low as these, so the noise multiplier is at most 1 / mu. The accountant turns it into epsilon. The threshold is a
+    constant, because one that followed the claimed noise would follow the claim.
+
+    Args:
+        observation: The audited run.
+        alpha: One minus the confidence, in (0, 1).
+        delta: The delta of epsilon, in (0, 1). Default 1e-5.
+
+    Returns:
+        The bound, at least 0; infinite if a score is not finite.
+
+    References:
+        - Dong, Roth and Su 2022, Gaussian Differential Privacy, arXiv:1905.02383, for mu from two error rates.
+        - Nasr et al. 2023, Tight Auditing of Differentially Private Machine Learning, arXiv:2302.07956, for its use in
+          audits.
     """
     plan, mu = observation.plan, separation(observation, alpha)
     if mu <= 0:
@@ -72,7 +103,11 @@ def lower_bound(observation: Observation, alpha: float, delta: float = DELTA) ->
 
 
 def separation(observation: Observation, alpha: float) -> float:
-    """Lower confidence bound of the distance between the two kinds of scores, in standard deviations of the noise."""
+    """Lower confidence bound of the distance between the two kinds of scores, in standard deviations of the noise.
+
+    References:
+        - Dong, Roth and Su 2022, Gaussian Differential Privacy, arXiv:1905.02383.
+    """
     seen, silent = canaries(observation)
     if not (np.isfinite(seen).all() and np.isfinite(silent).all()):
         return math.inf
@@ -89,7 +124,12 @@ def canaries(observation: Observation) -> tuple[Array, Array]:
 
 
 def _upper(hits: int, trials: int, alpha: float) -> float:
-    """Clopper-Pearson: a rate is at most this, with confidence 1 - alpha."""
+    """Clopper-Pearson: a rate is at most this, with confidence 1 - alpha.
+
+    References:
+        - Clopper and Pearson 1934, The Use of Confidence or Fiducial Limits Illustrated in the Case of the Binomial,
+          Biometrika 26(4).
+    """
     return float(stats.beta.isf(alpha, hits + 1, trials - hits)) if hits < trials else 1.0
 
 
@@ -97,7 +137,7 @@ def _upper(hits: int, trials: int, alpha: float) -> float:
 
 
 def p_values(observation: Observation) -> Iterator[tuple[str, float]]:
-    """How likely is what was seen of sampler and noise, or something further off, if they are the plan's?"""
+    """The probability of the observed sampling and noise, or of something further off, under the plan."""
     if observation.plan.sampling_rate < 1:
         yield from _sampler(observation)
     yield from _noise(observation)

@@ -1,4 +1,4 @@
-"""`hs.audit`: attack a trainer's own mechanism with canaries, and hold the result against the printed epsilon."""
+"""`hs.audit`: attack a trainer's own mechanism with canaries, and compare the result with the claimed epsilon."""
 
 from __future__ import annotations
 
@@ -38,9 +38,16 @@ NOT_PROVED = (
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """What an audit found. `claimed` is the epsilon of the audited steps at `delta`, not that of the whole plan.
+    """The result of an audit: a lower bound on epsilon, and every test with its outcome.
 
-    `lower_bound` holds with `confidence`. The findings share a false-alarm probability of `alpha`.
+    Args:
+        observation: What was observed of the audited run.
+        findings: One entry per test. Together, a correct loop raises any alarm with probability at most `alpha`.
+        claimed: The epsilon of the audited steps at `delta`, by the accountant. It is not that of the whole plan.
+        lower_bound: What the attack shows: epsilon is at least this, with probability `confidence`.
+        confidence: The probability with which `lower_bound` holds, in (0, 1).
+        delta: The delta of both epsilons, in (0, 1).
+        alpha: The probability of a false alarm over all findings, in (0, 1).
     """
 
     observation: Observation
@@ -53,15 +60,20 @@ class AuditReport:
 
     @property
     def tightness(self) -> float:
-        """The share of the claimed epsilon that the attack reaches."""
+        """The share of the claimed epsilon that the attack reaches: lower_bound / claimed."""
         return self.lower_bound / self.claimed
 
     @property
     def alarms(self) -> list[Finding]:
+        """The findings that contradict the plan. A correct loop has none, except with probability `alpha`."""
         return [f for f in self.findings if f.alarm]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the scores, for JSON."""
+        """Everything but the scores, as values that JSON can hold.
+
+        Returns:
+            Bounds, plan, numbers of canaries, findings, and what the audit does not prove.
+        """
         seen = self.observation
         names = ("claimed", "lower_bound", "confidence", "tightness", "delta", "alpha")
         return {
@@ -75,7 +87,18 @@ class AuditReport:
         }
 
     def figure(self, path: str | Path) -> Path:
-        """The scores of canaries that were read and of those that are not there, as PNG or SVG by the name's ending."""
+        """Draw the scores of canaries that were read, and of numbers that no record belongs to, as two histograms.
+
+        Args:
+            path: The file, which ends in ``.png`` or ``.svg``.
+
+        Returns:
+            The path.
+
+        Raises:
+            ConfigError: If the file has another ending.
+            MissingExtra: If matplotlib is not installed.
+        """
         from halfsilver.report.plots import COLOURS, new_axes, saved, style
 
         path = Path(path)
@@ -107,13 +130,59 @@ def audit(
     replay: bool = True,
     run_dir: str | Path | None = None,
 ) -> AuditReport:
-    """Train a copy of the trainer's model on `rows` and canaries for some `steps` of its plan, and attack it.
+    """Attack a copy of your trainer with canaries, and compare what they reveal with the claimed epsilon.
 
-    `rows` must be public or made up: an audit reads everything in the clear and spends nothing. `public` is what the
-    trainer's mirror map learns from. The copy has the trainer's loss, plan, map and speed options, plain SGD for an
-    optimizer, and a bank of `layer` beside it; the trainer itself is left alone. `local` says how users train
-    themselves where the plan's unit is a user; each has one row then. With `replay`, short runs on neighbouring data
-    follow. The files go to `run_dir`, which must be new, or to nowhere.
+    The copy has the trainer's model, loss, plan, mirror map and speed options, plain SGD as its optimizer, and a bank
+    of canaries beside the model. It trains on `rows` and the canaries through `Trainer.fit`. The trainer itself is not
+    changed. An audit reads everything in the clear and spends nothing of any ledger.
+
+    Four instruments test the run. A turns the error rates of an attacker into a lower bound on epsilon. B tests sampler
+    and noise against the plan. C runs the same random numbers on neighbouring data and measures how far one record
+    reaches. Reconciliation compares the ledger with the updates of the model. An alarm is a bug. No alarm is not a
+    proof: see ``not_proved`` in `AuditReport.to_dict`.
+
+    Args:
+        trainer: The trainer to attack.
+        rows: Public or made-up rows to train on, of the kind that the trainer takes as private data.
+        public: What the trainer's mirror map learns from. Default None.
+        canaries: How many canary records to add, even and at least 2. Default 1000. More canaries and more steps give a
+            tighter bound and take longer.
+        steps: How many steps of the plan to run, at least 1. Default 100. At most those of the plan are run.
+        delta: The delta of both epsilons, in (0, 1). Default 1e-5.
+        confidence: The probability with which the lower bound holds, in (0, 1). Default 0.95.
+        alpha: The probability of any false alarm, in (0, 1). Default 1e-4.
+        layer: The kind of layer that the bank is made of: "linear" (the default), "embedding" or "conv". Choose the
+            kind whose gradient code you want to attack.
+        local: How users train, where the plan's unit is a user; each user has one row then. Default None, for plans
+            whose unit is an example.
+        replay: Whether to run instrument C too. Default True. Set it to False to save time.
+        run_dir: A new folder for the files of the audited run. Default None, which keeps none.
+
+    Returns:
+        The report.
+
+    Raises:
+        ConfigError: If `rows` are private data, or if an option is out of range.
+
+    Example:
+        >>> import torch
+        >>> import halfsilver as hs
+        >>> x, y = torch.randn(200, 3), torch.randn(200)
+        >>> model = torch.nn.Linear(3, 1)
+        >>> loss_fn = lambda model, batch: (model(batch[0]).squeeze(1) - batch[1]).square()
+        >>> plan = hs.PrivacyPlan(steps=10, sampling_rate=0.5, expected_batch_size=100, noise_multiplier=1.0)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = hs.Trainer(model, loss_fn, optimizer=sgd, plan=plan)
+        >>> hs.audit(trainer, (x, y), canaries=20, steps=5, replay=False).alarms
+        []
+
+    References:
+        - Jagielski, Ullman and Oprea 2020, Auditing Differentially Private Machine Learning: How Private is Private
+          SGD?, arXiv:2006.07709, for lower bounds from the error rates of an attack.
+        - Nasr et al. 2023, Tight Auditing of Differentially Private Machine Learning, arXiv:2302.07956, for an attacker
+          who sees every step, and for bounds by way of Gaussian DP.
+        - Steinke, Nasr and Jagielski 2023, Privacy Auditing with One (1) Training Run, arXiv:2305.08846, for many
+          canaries in one run.
     """
     if isinstance(rows, PrivateData | PrivateUsers):
         raise ConfigError("An audit reads its rows in the clear. Give it public or made-up rows, not private ones.")

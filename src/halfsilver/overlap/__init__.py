@@ -1,6 +1,7 @@
 """For the custodian of private data: which private records have copies in a public data set.
 
-It reads both sets in the clear. What it finds is outside the privacy guarantee, and no part of training imports it.
+These functions read both sets in the clear. What they find is outside the privacy guarantee, and no part of training
+imports this module.
 """
 
 from halfsilver.overlap.files import overlap_of_files

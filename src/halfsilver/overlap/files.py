@@ -25,14 +25,27 @@ Table = list[list[str]]
 def overlap_of_files(
     private: Path, public: Path, *, similarity: float | None = None, min_words: int = MIN_WORDS
 ) -> Overlap:
-    """Compare two files or folders: images (``.bin``), tables (``.csv``, ``.tsv``), else text with a record a line.
+    """Compare two files or folders: images (``.bin``), tables (``.csv``, ``.tsv``), else text with one record per line.
 
-    `similarity` is the least that makes a pair near: by default 0.5 of all word triples, 0.9 of all cells, or a
-    correlation of 0.95. Records are numbered from 0; the files of a folder follow each other by name. Empty lines of a
-    text have numbers too; a table's rows are numbered below the names of its columns, and empty lines are no rows.
+    Records are numbered from 0, and the files of a folder follow each other by name. Empty lines of a text have numbers
+    too. Rows of a table are numbered below its header, and empty lines are no rows.
 
-    Tables are compared by the columns that all of them name in their first line, in whatever order; where a first line
-    holds a number it is a row, and columns are compared by position.
+    Tables are compared by the columns that all of them name in their first line, in any order. Where a first line holds
+    a number it is a row, and columns are compared by position.
+
+    Args:
+        private: The private file or folder.
+        public: The public file or folder, of the same kind.
+        similarity: The least that makes a pair near, in (0, 1]. Default None, which means 0.5 of all word triples, 0.9
+            of all cells, or a correlation of 0.95.
+        min_words: Lines of text with fewer words are left aside, at least 3. Default 8.
+
+    Returns:
+        The overlap, which is not private.
+
+    Raises:
+        DataMissing: If a file is missing or cannot be read.
+        ConfigError: If the files are of different kinds, or if an option is out of range.
     """
     sides = [_files(path) for path in (private, public)]
     kinds = {_kind(path) for side in sides for path in side}
@@ -99,7 +112,17 @@ def _cells(table: Table, names: list[str]) -> Iterator[list[str]]:
 
 
 def outside_run_folders(path: Path) -> Path:
-    """`path`, if it is new and in no run folder: what is there may be published, a report of overlaps may not."""
+    """Return `path` if it is new and in no run folder. A run folder may be published, and a report of overlaps may not.
+
+    Args:
+        path: The file to be written.
+
+    Returns:
+        The same path.
+
+    Raises:
+        ConfigError: If the file exists, if its folder does not, or if it is in a run folder.
+    """
     require(path.parent.is_dir(), "folder of --out", str(path.parent), "to exist")
     require(not path.exists(), "--out", str(path), "to be the name of a new file")
     for parent in path.resolve().parents:

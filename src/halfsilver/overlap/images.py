@@ -25,10 +25,28 @@ _HASHED, _COMPARED, _CORRELATED = 4096, 2**23, 4096  # at once: images, pairs of
 
 
 def overlap_of_images(private: Pixels, public: Pixels, *, correlation: float = CORRELATION) -> Overlap:
-    """Images as bytes, [N, channels, height, width], all of one shape.
+    """Find images that are in both sets, equal or nearly.
 
-    Two images are near if their pixels correlate by at least `correlation` once one of them is moved by up to a pixel:
-    correlation does not see brightness or contrast. The signs of their lowest cosine waves propose the pairs.
+    Two images are near if their pixels correlate by at least `correlation` after one of them is moved by up to one
+    pixel. Correlation ignores brightness and contrast. The signs of the lowest cosine waves (a perceptual hash) propose
+    the pairs.
+
+    Args:
+        private: The private images as bytes, of shape [N, channels, height, width].
+        public: The public images, of the same shape per image.
+        correlation: The least correlation, in (0, 1]. Default 0.95.
+
+    Returns:
+        The overlap, which is not private.
+
+    Raises:
+        ConfigError: If `correlation` is out of range, or if the shapes differ or are below 16 pixels.
+
+    Example:
+        >>> import numpy as np
+        >>> images = np.random.default_rng(0).integers(0, 256, (4, 3, 16, 16), dtype=np.uint8)
+        >>> overlap_of_images(images[:3], images[2:]).private.figures()["exact"]
+        1
     """
     require(0 < correlation <= 1, "correlation", correlation, "in (0, 1]")
     shapes = [images.shape[1:] for images in (private, public)]

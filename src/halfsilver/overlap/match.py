@@ -1,4 +1,4 @@
-"""Records of two sets paired by their content: equal, or near enough by whatever measure their kind has."""
+"""Records of two sets paired by content: equal, or similar by the measure of their kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ Near = Callable[[list[Content], list[Content]], Iterable[tuple[int, int, float]]
 
 
 class Match(NamedTuple):
-    """The closest record of the other set, by its number there."""
+    """The closest record of the other set.
+
+    Args:
+        exact: Whether both records are equal.
+        similarity: From 0 to 1, by the measure of the kind of record; 1 for equal ones.
+        record: The number of the other record in its set, from 0.
+    """
 
     exact: bool
     similarity: float
@@ -26,13 +32,24 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two sets: how many records were compared and left aside, and those with a copy in the other set."""
+    """One of the two sets, as compared with the other.
+
+    Args:
+        compared: How many records were compared.
+        left_aside: How many could not be compared.
+        matches: The closest copy per record that has one, by the record's number.
+    """
 
     compared: int
     left_aside: int
     matches: dict[int, Match]
 
     def figures(self) -> dict[str, Any]:
+        """Counts of exact and near copies.
+
+        Returns:
+            A dict with compared, left_aside, exact, near, and the share of records with a copy.
+        """
         exact = sum(match.exact for match in self.matches.values())
         return {
             "compared": self.compared,
@@ -45,7 +62,14 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What two sets have in common, seen from each of them; of tables, by which columns."""
+    """What two sets have in common, from the view of each. It is not private.
+
+    Args:
+        kind: "text", "tables" or "images".
+        private: The private set.
+        public: The public set.
+        columns: The columns that were compared, for tables. Default ().
+    """
 
     kind: str
     private: Side
@@ -53,13 +77,21 @@ class Overlap:
     columns: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
-        """Counts and shares, with the words that they are not private."""
+        """Counts and shares of both sets, with a note that they are not private.
+
+        Returns:
+            A dict that JSON can hold.
+        """
         sides = {"private": self.private.figures(), "public": self.public.figures()}
         by = {"columns": list(self.columns)} if self.columns else {}
         return {"not_private": True, "note": NOTE, "kind": self.kind, **by, **sides}
 
     def report(self) -> dict[str, Any]:
-        """The figures, and each private record that has a copy: numbers of both, whether equal, and how similar."""
+        """The figures, and each private record that has a copy.
+
+        Returns:
+            As `figures`, with one entry per match: both numbers, whether they are equal, and how similar.
+        """
         fields = ("private", "public", "exact", "similarity")
         rows = ((i, m.record, m.exact, m.similarity) for i, m in sorted(self.private.matches.items()))
         return {**self.figures(), "matches": [dict(zip(fields, row, strict=True)) for row in rows]}
@@ -68,10 +100,20 @@ class Overlap:
 def overlap(
     kind: str, private: Sequence[Content | None], public: Sequence[Content | None], near: Near[Content], expected: str
 ) -> Overlap:
-    """Pair the records of two sets, given by their contents; None is a record that is left aside.
+    """Pair the records of two sets, given by their contents. None is a record that is left aside.
 
-    `near` is asked once, about the distinct contents of either set, for pairs of their numbers and a similarity. A set
-    of which nothing can be compared is an error that says what was `expected`: 0 of 0 records is not "no overlap".
+    Args:
+        kind: The kind of record, for the report.
+        private: The contents of the private records.
+        public: The contents of the public records.
+        near: A function from the distinct contents of both sets to pairs of their numbers with a similarity.
+        expected: What a record should be like, for the error message.
+
+    Returns:
+        The overlap.
+
+    Raises:
+        ConfigError: If nothing of a set can be compared, because 0 of 0 records is not "no overlap".
     """
     ours, theirs = _places(private), _places(public)
     for side, given, found in (("private", private, ours), ("public", public, theirs)):

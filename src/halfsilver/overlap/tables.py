@@ -24,11 +24,26 @@ Row = Sequence[str]
 def overlap_of_rows(
     private: Sequence[Row], public: Sequence[Row], *, similarity: float = CELLS, columns: Sequence[str] = ()
 ) -> Overlap:
-    """Rows as lists of cells, all of one length; rows without any text are left aside.
+    """Find rows of tables that are in both sets, equal or nearly.
 
-    Cells are equal if they have the same letters but for spaces at their ends, or are the same number: 1.50 is 1.5. Two
-    rows are near if at least `similarity` of their cells are equal, and no such pair is missed. `columns` are the names
-    of the cells, for the report.
+    Cells are equal if they have the same text apart from spaces at the ends, or if they are the same number: 1.50 is
+    1.5. Two rows are near if at least `similarity` of their cells are equal. No such pair is missed.
+
+    Args:
+        private: The private rows, each a list of cells. Rows without any text are left aside.
+        public: The public rows, with as many cells per row.
+        similarity: The least share of equal cells, in (0, 1]. Default 0.9.
+        columns: The names of the cells, for the report. Default ().
+
+    Returns:
+        The overlap, which is not private.
+
+    Raises:
+        ConfigError: If `similarity` is out of range, or if rows differ in their number of cells.
+
+    Example:
+        >>> overlap_of_rows([["ann", "1.50"], ["bob", "2"]], [["ann", "1.5"]]).private.figures()["exact"]
+        1
     """
     require(0 < similarity <= 1, "similarity", similarity, "in (0, 1]")
     widths = {len(row) for side in (private, public) for row in side}
@@ -39,10 +54,17 @@ def overlap_of_rows(
 
 
 def is_number(cell: str) -> bool:
-    """Whether it is one that `Decimal` keeps to its last digit.
+    """Whether a cell is a number that `Decimal` keeps to its last digit.
 
-    >>> is_number(" -1.50 "), is_number("9" * 40), is_number("nan")
-    (True, False, False)
+    Args:
+        cell: The text of the cell.
+
+    Returns:
+        True or False.
+
+    Example:
+        >>> is_number(" -1.50 "), is_number("9" * 40), is_number("nan")
+        (True, False, False)
     """
     text = cell.strip()
     return len(text) <= _DIGITS and _NUMBER.fullmatch(text) is not None

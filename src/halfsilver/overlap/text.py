@@ -1,4 +1,8 @@
-"""Lines of text: equal word by word, or sharing most of their word triples, found by MinHash."""
+"""Lines of text: equal word by word, or sharing most of their word triples, found by MinHash.
+
+References:
+    - Broder 1997, On the Resemblance and Containment of Documents, Compression and Complexity of Sequences.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,33 @@ def overlap_of_lines(
     similarity: float = SIMILARITY,
     min_words: int = MIN_WORDS,
 ) -> Overlap:
-    """Lines as lists of words; those with fewer than `min_words` say too little to be anybody's and are left aside.
+    """Find lines of text that are in both sets, equal or nearly.
 
     Two lines are near if they share at least `similarity` of all their triples of words (Jaccard). MinHash proposes
-    the pairs and the triples themselves are then compared, so a pair that is reported is always that similar; of
-    pairs that are just so similar one in a hundred is not proposed, and of others fewer.
+    pairs, and then the triples themselves are compared, so a reported pair is always that similar. Of pairs exactly at
+    the limit, one in a hundred is missed; of more similar pairs, fewer.
+
+    Args:
+        private: The private lines, each a list of words.
+        public: The public lines, each a list of words.
+        similarity: The least share of common triples, in (0, 1]. Default 0.5. Raise it if unrelated lines are reported.
+        min_words: Lines with fewer words are left aside, because they say too little to be anybody's; at least 3.
+            Default 8.
+
+    Returns:
+        The overlap, which is not private.
+
+    Raises:
+        ConfigError: If an option is out of range, or if no line of a set can be compared.
+        MissingExtra: If datasketch is not installed.
+
+    Example:
+        >>> line = "the quick brown fox jumps over the lazy dog".split()
+        >>> overlap_of_lines([line], [line]).private.figures()["exact"]
+        1
+
+    References:
+        - Broder 1997, On the Resemblance and Containment of Documents, Compression and Complexity of Sequences.
     """
     require(0 < similarity <= 1, "similarity", similarity, "in (0, 1]")
     require(min_words >= _TRIPLE, "min_words", min_words, f"at least {_TRIPLE}")
@@ -56,10 +82,16 @@ def _near(private: list[str], public: list[str], similarity: float) -> Iterator[
 
 
 def _bands(similarity: float) -> tuple[int, int]:
-    """Number and length of the pieces of a sketch of which one must agree: as long as misses permit.
+    """Number and length of the bands of a sketch, one of which must agree: as long as the rate of misses permits.
 
-    >>> _bands(0.5), _bands(0.8)
-    ((42, 3), (21, 6))
+    A pair of similarity s is missed with probability (1 - s^length)^number.
+
+    References:
+        - Leskovec, Rajaraman and Ullman 2020, Mining of Massive Datasets, 3rd edition, Cambridge, section 3.4.
+
+    Example:
+        >>> _bands(0.5), _bands(0.8)
+        ((42, 3), (21, 6))
     """
     sizes = ((_PERMUTATIONS // size, size) for size in range(32, 1, -1))
     return next(((n, size) for n, size in sizes if (1 - similarity**size) ** n <= _MISSED), (_PERMUTATIONS, 1))

@@ -1,7 +1,15 @@
-"""From counted mechanism steps to epsilon, by dp-accounting alone.
+"""From counted mechanism steps to epsilon, by the dp-accounting library alone.
 
 The mechanism is data: `MechanismCount` says how often which step ran, and dp-accounting interprets it. A plan, the
 ledger and ``halfsilver verify`` all call the same two functions.
+
+References:
+    - Koskela, Jalko and Honkela 2020, Computing Tight Differential Privacy Guarantees Using FFT, arXiv:1906.03049.
+    - Gopi, Lee and Wutschitz 2021, Numerical Composition of Differential Privacy, arXiv:2106.02848.
+    - Doroshenko et al. 2022, Connect the Dots: Tighter Discrete Approximations of Privacy Loss Distributions,
+      arXiv:2207.04380, for the discretisation of dp-accounting.
+    - Mironov 2017, Renyi Differential Privacy, arXiv:1702.07476.
+    - Mironov, Talwar and Zhang 2019, Renyi Differential Privacy of the Sampled Gaussian Mechanism, arXiv:1908.10530.
 """
 
 from __future__ import annotations
@@ -26,7 +34,13 @@ PLD_INTERVAL = 1e-4
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class MechanismCount:
-    """`count` steps of the Gaussian mechanism, each on a Poisson sample (or on all rows when the rate is 1)."""
+    """`count` steps of the Gaussian mechanism, each on a Poisson sample (or on all rows when the rate is 1).
+
+    Args:
+        noise_multiplier: Standard deviation of the noise in units of the sensitivity; above 0.
+        sampling_rate: The probability of a unit to be in a batch, in (0, 1].
+        count: The number of steps, at least 0.
+    """
 
     noise_multiplier: float
     sampling_rate: float
@@ -62,12 +76,33 @@ def epsilon_of(
 ) -> float:
     """Epsilon at `delta` of everything counted, composed; 0 for nothing.
 
-    A coarser PLD `interval` is faster and gives a larger epsilon: an upper bound all the same. So does RDP with one
-    `order` in place of the best one.
+    PLD composes the privacy loss distributions of all steps by convolution and rounds pessimistically, so its epsilon
+    is a tight upper bound. RDP adds the Renyi divergences of all steps for each order, and takes the order whose
+    conversion to (epsilon, delta) is best.
 
-    >>> step = MechanismCount(noise_multiplier=1.51, sampling_rate=500 / 48_000, count=9600)
-    >>> round(epsilon_of([step], 1e-5, "rdp"), 3)
-    3.508
+    Args:
+        counts: What ran, and how often.
+        delta: In (0, 1).
+        accountant: "pld" or "rdp".
+        interval: Spacing of the discretised privacy loss, for PLD. Default 1e-4. A coarser one is faster and gives a
+            larger epsilon, which is still an upper bound.
+        order: One order for RDP in place of the best one. Default None. A fixed order gives a larger epsilon, which
+            holds even if steps were chosen after seeing outputs.
+
+    Returns:
+        Epsilon, at least 0.
+
+    Raises:
+        ConfigError: If `delta` or `accountant` is out of range.
+
+    Example:
+        >>> step = MechanismCount(noise_multiplier=1.51, sampling_rate=500 / 48_000, count=9600)
+        >>> round(epsilon_of([step], 1e-5, "rdp"), 3)
+        3.508
+
+    References:
+        - See the head of this module. The conversion from RDP is Proposition 12 of Canonne, Kamath and Steinke 2020,
+          The Discrete Gaussian for Differential Privacy, arXiv:2004.00010.
     """
     require(0 < delta < 1, "delta", delta, "in (0, 1)")
     return _epsilon(merged(counts), delta, accountant, interval, order)
@@ -76,15 +111,24 @@ def epsilon_of(
 def total_accountant(counts: Sequence[MechanismCount]) -> Accountant:
     """The accountant of a data set's odometer: PLD while there is one mechanism, RDP once there are several.
 
-    Its reading is the epsilon of the steps so far as if they had been fixed beforehand. That is a guarantee if which
-    runs to make, and how long, did not depend on outputs. If it did, the reading is too small to be one (Rogers, Roth,
-    Ullman and Vadhan 2016, arXiv:1605.08294); what holds then is a budget.
+    The reading is the epsilon of the steps so far as if they had been fixed in advance. It is a guarantee if the choice
+    and length of runs did not depend on outputs. If they did, the reading is too small, and only a budget gives a
+    guarantee.
+
+    References:
+        - Rogers, Roth, Ullman and Vadhan 2016, Privacy Odometers and Filters: Pay-as-you-Go Composition,
+          arXiv:1605.08294.
     """
     return "pld" if len(merged(counts)) <= 1 else "rdp"
 
 
 def rdp_at(mechanism: MechanismCount, order: int) -> float:
-    """Renyi divergence of that order, which adds up over steps; whole orders have a closed form."""
+    """Renyi divergence of one order for all counted steps. It adds up over steps; whole orders have a closed form.
+
+    References:
+        - Mironov, Talwar and Zhang 2019, Renyi Differential Privacy of the Sampled Gaussian Mechanism,
+          arXiv:1908.10530, section 3.3.
+    """
     ledger = rdp.RdpAccountant([order])
     with _quiet_absl():
         return float(ledger.compose(mechanism.event()).rdp[0])
@@ -117,7 +161,7 @@ def _composed(
 
 @contextmanager
 def _quiet_absl() -> Iterator[None]:
-    """RDP warns of each order that it leaves out because a series did not converge; epsilon stays an upper bound."""
+    """RDP warns of each order that it leaves out because a series did not converge. Epsilon stays an upper bound."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

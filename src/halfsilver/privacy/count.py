@@ -1,4 +1,4 @@
-"""A noisy count of the private rows, by the same mechanism as a gradient."""
+"""A noisy count of the private rows, released by the same mechanism as a gradient."""
 
 from __future__ import annotations
 
@@ -35,10 +35,36 @@ def noisy_count(
     before_steps: int = 0,
     unsafe_seed: int | None = None,
 ) -> float:
-    """The number of private rows plus Gaussian noise: one full-batch step, in the ledger as a run of its own.
+    """The number of private rows plus Gaussian noise, at the cost of one full-batch step.
 
-    `before_steps` is how many steps of the same kind are to follow. A budget goes by the plan that comes first, so that
-    plan has to tell of them.
+    The release is n + noise_multiplier * N(0, 1). Guarantee: one step of the Gaussian mechanism with that noise
+    multiplier and sampling rate 1, entered in the ledger as a run of its own.
+
+    Args:
+        private: The private records.
+        noise_multiplier: Standard deviation of the noise, in rows; above 0. Use that of the steps that follow, so that
+            a budget counts one mechanism.
+        ledger: The ledger of the private data set.
+        before_steps: How many steps of the same kind will follow, at least 0. Default 0. A budget's rule depends on the
+            plan that comes first, so that plan has to include them.
+        unsafe_seed: A seed for reproducible noise, for tests only. Default None, which uses the system's entropy. With
+            a seed nothing is private.
+
+    Returns:
+        The noisy count. It may be negative.
+
+    Raises:
+        BudgetExceeded: If the ledger's budget does not allow one more step.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> ledger = Ledger.open(tempfile.mkdtemp() + "/ledger.jsonl")
+        >>> 900 < noisy_count(PrivateData(torch.zeros(1000, 2)), 5.0, ledger) < 1100
+        True
+
+    References:
+        - Dwork and Roth 2014, The Algorithmic Foundations of Differential Privacy, Appendix A.
     """
     plan = PrivacyPlan(
         steps=1,

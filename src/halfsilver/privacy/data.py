@@ -1,6 +1,6 @@
-"""`PrivateData`: the handle under which private examples travel outside this folder.
+"""`PrivateData`: the opaque handle that carries private records through code outside this folder.
 
-The handle has no length, no index and no iteration, and prints nothing. Only `halfsilver.privacy` opens it.
+The handle has no length, no index and no iterator, and its repr shows nothing. Only `halfsilver.privacy` opens it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,31 @@ Keys = Sequence[Any] | Tensor | np.ndarray[Any, Any]
 
 @final
 class PrivateData:
-    """An opaque handle on private records.
+    """An opaque handle on private records, which you pass to `Trainer.fit`.
 
-    `records` is a map-style data set (``__len__`` and ``__getitem__``; a list of records is one), or a tensor, or a
-    tuple or dict of tensors, with the example on dimension 0.
-    `users` names the person behind each record, for plans with ``unit="user"``. Keys are compared as they are, so two
-    spellings of a name are two people, and a record without a key is refused. `example` is one made-up record that
-    shows the shapes and dtypes; it is needed where neither tensors nor a public data set show them.
+    Guarantee: code outside `halfsilver.privacy` cannot read a record, count the records or iterate over them through
+    this handle. An unusable record contributes zero silently, as a NaN record does, because an error would reveal that
+    it exists. A record is unusable if reading it raises anything but `KeyboardInterrupt`, if its shapes differ from
+    those of the example, or if it is not made of dense real numbers. Use `inspect_not_private` to find such records.
 
-    A record that cannot be read (whatever it raises but `KeyboardInterrupt`), or that does not have the shape of the
-    example, or is not of dense, real numbers, contributes nothing, as a NaN record does: an error about it would tell
-    that it is there. Use `inspect_not_private` to find such records.
+    Args:
+        records: The private records. Either a tensor, or a tuple or dict of tensors, with one example per entry of
+            dimension 0; or a map-style data set with ``__len__`` and ``__getitem__``, such as a list.
+        users: One key per record that names the person behind it, as a sequence, a NumPy array or a tensor of one
+            dimension. Required for plans with ``unit="user"``, ignored otherwise. Default None. Keys are compared by
+            value, so two spellings of one name count as two people.
+        example: One made-up record that shows the structure, shapes and dtypes. Default None, which takes them from the
+            tensors or from the public data. Give it for a data set that is not made of tensors when there is no public
+            data.
+
+    Raises:
+        PrivateDataError: If `records` is a DataLoader or an IterableDataset, if the columns are not tensors of equal
+            length, or if a key is missing or cannot be compared by value.
+
+    Example:
+        >>> import torch
+        >>> PrivateData((torch.randn(100, 3), torch.randint(2, (100,))))
+        PrivateData(<opaque>)
     """
 
     __slots__ = ("__example", "__given", "__records", "__users")
@@ -59,7 +73,14 @@ class PrivateData:
 
     @classmethod
     def of(cls, records: Records) -> PrivateData:
-        """A handle on records of another kind, which a module of `halfsilver.privacy` knows how to read."""
+        """Make a handle on records that the library reads in its own way; not for users.
+
+        Args:
+            records: An object with the methods of `Records` in ``halfsilver.privacy.data``.
+
+        Returns:
+            A handle that behaves as any other.
+        """
         handle = cls(())
         handle.__records, handle.__given = records, records
         return handle
@@ -71,14 +92,24 @@ class PrivateData:
         raise PrivateDataError("Private data cannot be pickled; open it where it lies.")
 
     def shares_rows_with(self, data: Any) -> bool:
-        """Whether `data`, which somebody calls public, holds some of these rows, as far as addresses show it."""
+        """Tell whether a data set that should be public holds some of these private rows.
+
+        The check compares memory addresses and object identities. It finds views, slices and subsets of the same
+        storage. It does not find copies; `halfsilver.overlap` does.
+
+        Args:
+            data: The data set in question, of any kind that `PrivateData` takes.
+
+        Returns:
+            True if both share at least one row in memory.
+        """
         return data is self or shares_rows(self.__given, data)
 
     def _open(self) -> tuple[Records, _Users | None]:
         return self.__records, self.__users
 
     def _schema(self, public_example: Any = None) -> Schema:
-        """Shapes and dtypes from what is public: no private record may set them for all others."""
+        """Shapes and dtypes from public sources only: no private record may set them for all others."""
         of_tensors = self.__records.schema()
         if self.__example is not None:
             schema = Schema.of_record(self.__example)
@@ -95,7 +126,25 @@ class PrivateData:
         )
 
     def inspect_not_private(self, example: Any, limit: int = 1000) -> dict[str, Any]:
-        """For the custodian: how many of the first `limit` records are unusable, and why. Outside the guarantee."""
+        """Count the unusable records and say why each is unusable, for the custodian of the data.
+
+        This reads records in the clear. Its result is outside the privacy guarantee, so do not publish it.
+
+        Args:
+            example: One record of the right structure, shapes and dtypes. It may be made up.
+            limit: How many records to read, from the first on; at least 0. Default 1000. Raise it to check the whole
+                set.
+
+        Returns:
+            A dict with ``not_private`` (always True), ``looked_at`` (the number of records read) and ``unusable`` (the
+            number of records per reason).
+
+        Example:
+            >>> import torch
+            >>> data = PrivateData([torch.zeros(3), torch.zeros(2), torch.zeros(3)])
+            >>> data.inspect_not_private(torch.zeros(3))["looked_at"]
+            3
+        """
         schema = Schema.of_record(example)
         reasons: dict[str, int] = {}
         size = min(limit, self.__records.size())
@@ -107,9 +156,9 @@ class PrivateData:
 
 
 def _fitting(schema: Schema, records: Records) -> Schema:
-    """The schema, unless a table of Hugging Face's says that it has other columns: all rows would be left out.
+    """Return the schema, or raise if a Hugging Face table has other columns, because then no row could be used.
 
-    Like the shapes of tensors, names of columns belong to the table. No row is read.
+    The names of columns belong to the table, as shapes belong to tensors. No row is read.
     """
     form = getattr(getattr(records, "dataset", None), "format", None)
     form = form if isinstance(form, dict) and {"type", "columns", "output_all_columns"} <= form.keys() else None

@@ -1,4 +1,4 @@
-"""Where randomness comes from: the operating system, or, under a name that says so, a seed."""
+"""Where randomness comes from: the operating system or, under a name that says so, a seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Entropy(Protocol):
 
     @property
     def is_private(self) -> bool:
-        """Whether nobody can know these words; only then does a guarantee hold."""
+        """Whether nobody can know these words. Only then does a guarantee hold."""
         ...
 
     def words(self, n: int) -> Tensor: ...
@@ -37,10 +37,14 @@ class Entropy(Protocol):
 
 @final
 class OsEntropy:
-    """OpenSSL's generator, AES in counter mode, with new bytes of the kernel's own mixed in before every draw.
+    """OpenSSL's generator (AES in counter mode), with fresh bytes from the kernel mixed in before every draw.
 
-    So nothing is reused after a crash, a fork, a resume or a restored image of the machine. To take all bytes from the
-    kernel would be ten times slower, and cost more than the rest of the noise.
+    So no random bits repeat after a crash, a fork, a resume or a restored machine image. Taking all bytes from the
+    kernel would be ten times slower, and would cost more than the rest of the noise.
+
+    References:
+        - Barker and Kelsey 2015, Recommendation for Random Number Generation Using Deterministic Random Bit Generators,
+          NIST SP 800-90A Rev. 1, for the generator (CTR_DRBG).
     """
 
     is_private = True
@@ -54,7 +58,7 @@ class OsEntropy:
 
 @final
 class UnsafeSeed:
-    """Reproducible words for tests and debugging. Whoever knows the seed can subtract the noise."""
+    """Reproducible words for tests and debugging. Anyone who knows the seed can subtract the noise."""
 
     is_private = False
 
@@ -66,22 +70,29 @@ class UnsafeSeed:
 
 
 def uniform(entropy: Entropy, n: int) -> Tensor:
-    """`n` float64 values on the grid k * 2^-53, k = 1 .. 2^53: all of (0, 1], never 0, so that its log is finite."""
+    """`n` float64 values k * 2^-53 with k uniform on 1 .. 2^53: in (0, 1] and never 0, so the logarithm is finite."""
     return ((entropy.words(n) >> 11) & (2**53 - 1)).add_(1).double().mul_(2.0**-53)
 
 
 def normal_blocks(entropy: Entropy, n: int, scale: float) -> Iterator[tuple[int, Tensor]]:
-    """`n` float64 normals, a block at a time with its start; the next block takes its place.
+    """Yield `n` float64 normals of standard deviation `scale`, one block at a time with its start.
 
-    Box-Muller on whole words: the radius from one with more than 53 bits, the angle, uniform on the circle, from
-    another; both give a normal.
+    The next block overwrites the memory of the last one.
 
-    How far it is from the normal distribution, for `scale` up to `MAX_SCALE` and rounded to whole numbers:
+    Box-Muller on whole words: with U uniform on (0, 1] and an independent angle A uniform on the circle, the two
+    numbers scale * sqrt(-2 log U) * (cos A, sin A) are independent normals. U comes from one word with more than 53
+    bits, A from another.
+
+    Distance from the normal distribution, for `scale` up to `MAX_SCALE` and after rounding to whole numbers:
 
     - Support: every pair of whole numbers is possible, up to a radius that an exact sampler exceeds with probability
       scale * 2^-116, so at most 2^-73. No number is larger than `MAX_NORMAL` standard deviations.
-    - Rounding: a number is within 2^-44 standard deviations, and in the mean 2^-49, of the one that exact arithmetic
-      would make of the same words. So it is rounded to another whole number with probability below scale * 2^-48.
+    - Rounding: a number is within 2^-44 standard deviations, and on average 2^-49, of the one that exact arithmetic
+      would compute from the same words. So it is rounded to another whole number with probability below scale * 2^-48.
+
+    References:
+        - Box and Muller 1958, A Note on the Generation of Random Normal Deviates, Annals of Mathematical Statistics
+          29(2).
     """
     block, radii, angles = (torch.empty(k, dtype=torch.float64) for k in (BLOCK, BLOCK // 2, BLOCK // 2))
     for start in range(0, n, BLOCK):
@@ -110,7 +121,7 @@ def _log(share: Tensor, words: Tensor, entropy: Entropy) -> Tensor:
 
 
 def _log_of_ends(words: NDArray[np.int64], fresh: NDArray[np.float64]) -> NDArray[np.float64]:
-    """log(share) of shares next to 0 or next to 1, each at a place within its word's that a fresh uniform chooses."""
+    """log(share) of shares next to 0 or 1. A fresh uniform chooses the place of each within the range of its word."""
     small = np.abs(words.astype(np.float64)) < 2.0**62
     whole = np.where(small, words, _LEAST - np.abs(words))  # 2^63 - |word|, modulo 2^64
     part = np.abs(np.abs(whole.astype(np.float64)) + (fresh - 0.5)) * 2.0**-63

@@ -1,4 +1,4 @@
-"""Metrics on private rows. They are *not* private; only a caller who says so gets here."""
+"""Metrics on private rows. They are *not* private; only a caller who asks for that by name gets here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,24 @@ from halfsilver.privacy.data import PrivateData
 def mean_not_private(
     private: PrivateData, metric: LossFn, model: torch.nn.Module, example: Any = None, rows: int = 512
 ) -> float:
-    """Mean of `metric` over all readable private rows, in the clear: outside the guarantee."""
+    """Mean of a metric over all readable private rows, in the clear and outside the privacy guarantee.
+
+    Args:
+        private: The private records.
+        metric: A function of model and batch that returns one number per example.
+        model: The model. It is left as it was.
+        example: One made-up record that shows the shapes, where the records do not. Default None.
+        rows: How many records to read per batch, at least 1. Default 512. Lower it if memory is short.
+
+    Returns:
+        The mean, or 0 if no record is readable. Do not publish it.
+
+    Example:
+        >>> import torch
+        >>> data = PrivateData(torch.ones(10, 2))
+        >>> mean_not_private(data, lambda model, batch: batch.sum(1), torch.nn.Linear(2, 1))
+        2.0
+    """
     records, _ = private._open()
     schema = private._schema(example)
     device = trainable(model)[0].device

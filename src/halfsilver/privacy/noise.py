@@ -1,8 +1,14 @@
 """The hardened Gaussian mechanism: noise is added exactly, on a grid that does not depend on the data.
 
-Plain float noise leaves traces: which floats are reachable depends on the value that the noise was added to. Here the
-sum and the noise are both rounded to multiples of one power of two, and their addition is exact in float64, so the set
-of possible outputs is the same whatever the data.
+Noise in plain floating point leaks: which floats are reachable depends on the value to which the noise was added. Here
+the sum and the noise are both rounded to multiples of one power of two, and their addition is exact in float64. So the
+set of possible outputs is the same whatever the data.
+
+References:
+    - Mironov 2012, On Significance of the Least Significant Bits for Differential Privacy, CCS, for the attack.
+    - Canonne, Kamath and Steinke 2020, The Discrete Gaussian for Differential Privacy, arXiv:2004.00010, for noise on a
+      grid. Here a continuous normal is rounded to the grid, which is post-processing of the Gaussian mechanism.
+    - Google 2020, Secure Noise Generation (differential-privacy library), for a grid of a power of two.
 """
 
 from __future__ import annotations
@@ -26,21 +32,32 @@ _EXACT = 2.0**52
 
 
 def grid(sensitivity: float, dimension: int) -> float:
-    """The largest power of two that is at most 1e-6 * sensitivity / sqrt(dimension).
+    """The spacing of the grid: the largest power of two that is at most 1e-6 * sensitivity / sqrt(dimension).
 
-    >>> grid(1.0, 1)
-    9.5367431640625e-07
+    Rounding moves a coordinate by at most g / 2, so it moves the difference of two neighbouring sums by at most g *
+    sqrt(dimension) <= 1e-6 * sensitivity in Euclidean norm. `noise_scale` pays for twice that.
+
+    Args:
+        sensitivity: How much one unit can move the sum, in Euclidean norm; above 0.
+        dimension: The number of coordinates of the whole sum.
+
+    Returns:
+        The spacing g.
+
+    Example:
+        >>> grid(1.0, 1)
+        9.5367431640625e-07
     """
     return 2.0 ** math.floor(math.log2(_GRID_SHARE * sensitivity / math.sqrt(max(dimension, 1))))
 
 
 def noise_scale(noise_multiplier: float, sensitivity: float) -> float:
-    """Standard deviation that is really drawn."""
+    """Standard deviation of the noise that is drawn: noise_multiplier * sensitivity * (1 + 2e-6)."""
     return noise_multiplier * sensitivity * _SCALE_MARGIN
 
 
 def check_exactness(noise_multiplier: float, sensitivity: float, dimension: int) -> None:
-    """Refuse a plan whose noise float64 could not draw finely enough; far below it, all additions are exact."""
+    """Refuse a plan whose noise float64 could not draw finely enough. Far below that limit, all additions are exact."""
     g = grid(sensitivity, dimension)
     if noise_scale(noise_multiplier, sensitivity) > MAX_SCALE * g:
         raise ConfigError(
@@ -54,10 +71,26 @@ def add_noise(
 ) -> Tensors:
     """The sum plus Gaussian noise of `noise_multiplier` times its sensitivity, as float64 multiples of the grid.
 
-    Guarantee: one release of the Gaussian mechanism with at least this noise multiplier, on a grid. Rounding the sum is
-    paid for by the scale of the noise, and adding is exact, so an output depends on the sum through the probability of
-    the noise alone. The noise is a rounded normal as far as `normal_blocks` says; that distance is not in epsilon or
-    delta. `dimension` is the number of parameters of the whole model where `clipped` holds one shard of it.
+    Guarantee: one release of the Gaussian mechanism with at least this noise multiplier, rounded to a grid. The scale
+    of the noise pays for rounding the sum, and the addition is exact. So an output depends on the sum only through the
+    probability of the noise. `normal_blocks` states how far the noise is from a rounded normal; that distance is not in
+    epsilon or delta.
+
+    Args:
+        clipped: The sum of clipped gradients, with its sensitivity.
+        noise_multiplier: Standard deviation of the noise in units of the sensitivity; above 0.
+        entropy: The source of random bits.
+        dimension: The number of parameters of the whole model, where `clipped` holds one shard of it. Default None,
+            which counts the coordinates of `clipped`.
+
+    Returns:
+        The noisy sum, one float64 tensor per tensor of `clipped`.
+
+    References:
+        - Dwork and Roth 2014, The Algorithmic Foundations of Differential Privacy, Appendix A, for the Gaussian
+          mechanism.
+        - Abadi et al. 2016, Deep Learning with Differential Privacy, arXiv:1607.00133, for its use on clipped
+          gradients.
     """
     double = [torch.float64] * len(clipped.tensors)
     copy = ClippedSum([t.to(torch.float64, copy=True) for t in clipped.tensors], clipped.sensitivity)
@@ -73,9 +106,9 @@ def noisy_mean(
     dtypes: Sequence[torch.dtype],
     dimension: int | None = None,
 ) -> Tensors:
-    """What `add_noise` returns, divided by the expected batch size and cast; may overwrite the sum itself.
+    """The result of `add_noise`, divided by the expected batch size and cast. It may overwrite the sum.
 
-    One pass over blocks that stay in the cache does it all: memory traffic would cost more than the arithmetic.
+    It makes one pass over blocks that stay in the cache, because memory traffic would cost more than the arithmetic.
     """
     dimension = dimension if dimension is not None else sum(t.numel() for t in clipped.tensors)
     check_exactness(noise_multiplier, clipped.sensitivity, dimension)
@@ -89,7 +122,7 @@ def noisy_mean(
 
 
 def _release(total: Tensor, released: Tensor, g: float, steps: float, unit: float, entropy: Entropy) -> None:
-    """Everything between sum and release in units of the grid, where each number is an integer and adding is exact."""
+    """From sum to release in units of the grid, where each number is an integer and addition is exact."""
     tame = bool(torch.linalg.vector_norm(total) < _EXACT * g)  # not if NaN
     for start, noise in normal_blocks(entropy, len(total), steps):
         block = slice(start, start + len(noise))
@@ -99,8 +132,8 @@ def _release(total: Tensor, released: Tensor, g: float, steps: float, unit: floa
 def on_grid(values: Tensor, g: float, *, tame: bool = False) -> Tensor:
     """The nearest multiples of the power of two `g`, in units of `g`, as a new float64 tensor.
 
-    Clamping to the exact range is 1-Lipschitz, so it cannot raise the sensitivity. The mechanism passes finite sums
-    only; a NaN from elsewhere becomes 0, because to publish it would tell more. `tame` values need neither.
+    Clamping to the exact range is 1-Lipschitz, so it cannot raise the sensitivity. The mechanism passes only finite
+    sums. A NaN from elsewhere becomes 0, because publishing it would reveal more. `tame` values need neither step.
     """
     scaled = values.to(torch.float64, copy=True).mul_(1 / g)
     return (scaled if tame else scaled.nan_to_num_(nan=0.0).clamp_(-_EXACT, _EXACT)).round_()

@@ -1,7 +1,13 @@
 """Poisson sampling: the sampler that the accountant assumes.
 
-Each unit is in a step's batch with probability q, independently of all others and of all other steps. Jumping from one
-member to the next by geometric gaps costs time and memory in proportion to the batch, whatever the population.
+Each unit is in the batch of a step with probability q, independently of all other units and steps. The code jumps from
+one member to the next by geometric gaps, so time and memory grow with the batch and not with the population.
+
+References:
+    - Abadi et al. 2016, Deep Learning with Differential Privacy, arXiv:1607.00133, for Poisson batches in DP-SGD.
+    - Balle, Barthe and Gaboardi 2018, Privacy Amplification by Subsampling: Tight Analyses via Couplings and
+      Divergences, arXiv:1807.01647.
+    - Devroye 1986, Non-Uniform Random Variate Generation, Springer, chapter X.2, for the geometric law by inversion.
 """
 
 from __future__ import annotations
@@ -19,7 +25,13 @@ from halfsilver.privacy.entropy import Entropy, uniform
 def poisson_chunks(population: int, rate: float, chunk: int, entropy: Entropy) -> Iterator[Tensor | slice]:
     """Yield the batch of one step in pieces of at most `chunk` sorted indices; nothing at all for an empty batch.
 
-    Rate 1 is the full batch: slices, so that nothing is copied and no random bits are used.
+    With rate 1 the batch holds every unit. Then the pieces are slices, which copy nothing and use no random bits.
+
+    Args:
+        population: The number of units.
+        rate: The probability q of a unit to be in the batch, in (0, 1].
+        chunk: The most indices per piece, at least 1.
+        entropy: The source of random bits.
     """
     require(0 < rate <= 1, "sampling_rate", rate, "in (0, 1]")
     require(chunk >= 1, "chunk", chunk, ">= 1")
@@ -38,9 +50,12 @@ def poisson_chunks(population: int, rate: float, chunk: int, entropy: Entropy) -
 
 
 def _gaps(rate: float, n: int, population: int, entropy: Entropy) -> Tensor:
-    """Distances between consecutive members: P(gap > k) = (1 - rate)^k.
+    """Distances between consecutive members, P(gap > k) = (1 - rate)^k, by inversion: 1 + floor(log U / log(1 - rate)).
 
-    A gap past the population is as good as any larger one; cutting it there keeps the cumulative sum in int64.
+    A gap past the population is as good as any larger one. Cutting it there keeps the cumulative sum within int64.
+
+    References:
+        - Devroye 1986, Non-Uniform Random Variate Generation, Springer, chapter X.2.
     """
     skipped = uniform(entropy, n).log_().div_(math.log1p(-rate)).floor_()
     return skipped.clamp_(max=float(population)).to(torch.int64) + 1

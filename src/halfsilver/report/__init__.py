@@ -1,4 +1,4 @@
-"""`halfsilver report`: a study or a run as one HTML file that needs nothing else, and its figures as PNG and SVG."""
+"""`halfsilver report`: a study or a run as one self-contained HTML file, and its figures as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -18,12 +18,24 @@ __all__ = ["study_pictures", "write_report"]
 
 
 def write_report(path: str | Path, out: str | Path | None = None) -> Path:
-    """Write report.html and figures/ for a study, its summary file or a run folder; return the page's path.
+    """Write the report of a study or a run: one HTML page, and its figures as PNG and SVG.
 
-    They go into `out`: by default the folder itself, or beside a summary file a folder of its name. The same results
-    make the same files, byte for byte, with the same version of matplotlib.
+    The same results give the same files, byte for byte, with the same version of matplotlib.
 
     Guarantee: whatever names and links the folder holds, no file is written outside `out`, and no name becomes markup.
+
+    Args:
+        path: The folder of a study, its summary file, or the folder of a run.
+        out: The folder for ``report.html`` and ``figures/``. Default None, which means the folder itself or, for a
+            summary file, a folder of its name beside it.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ConfigError: If `path` is none of these.
+        CheckpointCorrupt: If its files hold values that cannot be shown.
+        MissingExtra: If matplotlib is not installed.
     """
     path = Path(path)
     found = load(path)

@@ -1,7 +1,10 @@
 """Flower as an engine: real nodes train the users, and `Trainer` does the rest.
 
-Needs ``pip install "halfsilver[flower]"``. `MirrorStrategy` is the server's side, `make_client_app` the nodes', and
-`Enrolment` the list of the nodes that count.
+Needs ``pip install "halfsilver[flower]"``. `MirrorStrategy` runs on the server, `make_client_app` makes the app of the
+nodes, and `Enrolment` lists the nodes that count.
+
+References:
+    - Beutel et al. 2020, Flower: A Friendly Federated Learning Research Framework, arXiv:2007.14390.
 """
 
 from halfsilver.errors import MissingExtra

@@ -11,10 +11,13 @@ from halfsilver.mirror import PublicLoss
 
 @final
 class Ahead(PublicLoss):
-    """A public loss whose gradient at the model's own parameters can be begun early.
+    """A public loss whose gradient at the current parameters can be computed in the background.
 
-    The values are those of the loss it is made from. Between `begin` and `wait` nothing else may use the model. A
-    server that waits for its nodes does not.
+    Its values are those of the loss it wraps. Between `begin` and `wait` nothing else may use the model, which holds
+    for a server that waits for its nodes.
+
+    Args:
+        public: The public loss.
     """
 
     def __init__(self, public: PublicLoss) -> None:
@@ -23,15 +26,29 @@ class Ahead(PublicLoss):
         self._begun: tuple[int, Future[Tensors]] | None = None
 
     def begin(self, step: int) -> None:
+        """Start to compute the gradient of one step in a thread.
+
+        Args:
+            step: The step whose public batch is used.
+        """
         self._taken(None)
         self._begun = step, self._thread.submit(self._public.gradient, None, step=step)
 
     def wait(self) -> None:
-        """Until the model is no longer in use. A map may not ask for the gradient, and the optimizer steps then."""
+        """Wait until the model is no longer in use, because the optimizer may step without asking for the gradient."""
         if self._begun is not None:
             self._begun[1].exception()
 
     def gradient(self, params: Tensors | None = None, *, step: int | None = None) -> Tensors:
+        """The gradient of one step: the one that was begun, if it fits, else a new one.
+
+        Args:
+            params: Where to compute it. Default None, which means at the model's own parameters.
+            step: The step whose public batch is used. Default None, which uses all public rows.
+
+        Returns:
+            One tensor per trainable parameter.
+        """
         live = params is None or all(a is b for a, b in zip(params, trainable(self.model), strict=True))
         begun = self._taken(step)
         return begun if live and begun is not None else self._public.gradient(params, step=step)

@@ -1,4 +1,4 @@
-"""The nodes' side: train the users that were asked for, clip each, and sign the sum."""
+"""The nodes' side: train the requested users, clip each update, and sign the sum."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ KEY = "signing-key"  # in the node's configuration: the path of the key file tha
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """What a node brings: the model's architecture, and its own users, numbered from 0 as it was enrolled with."""
+    """What a node contributes: the model's architecture and its own users.
+
+    Args:
+        model: A model with the same architecture, frozen weights and buffers as the server's.
+        loss_fn: A function of model and batch that returns one number per example.
+        users: The users of this node, numbered from 0 as they were enrolled.
+        local: How each user trains.
+    """
 
     model: nn.Module
     loss_fn: LossFn
@@ -35,11 +42,17 @@ class Client:
 
 
 def make_client_app(setup: Callable[[Context], Client]) -> ClientApp:
-    """A `ClientApp` for nodes of one user and of many: both get a list of their own users, and answer with one sum.
+    """Make the `ClientApp` of a node, which serves one user or many and answers with one signed sum of clipped updates.
 
-    `setup` is called for every request, in a process of its own, and opens this node's users only. The node is started
-    with ``--node-config 'signing-key="node.key"'``. Where anything fails, the server is told that it did, not why: the
-    cause could tell about a user, and is in the node's own log.
+    Start the node with ``--node-config 'signing-key="node.key"'``. If anything fails, the server learns that it failed
+    and not why, because the cause could reveal something about a user. The node's own log has the cause.
+
+    Args:
+        setup: A function from Flower's context to a `Client`. It is called for every request, in a process of its own,
+            and must open the users of this node only.
+
+    Returns:
+        The app.
     """
     app = ClientApp()
 
@@ -55,7 +68,19 @@ def make_client_app(setup: Callable[[Context], Client]) -> ClientApp:
 
 
 def answer(message: Message, context: Context, client: Client) -> Message:
-    """The signed reply to one request."""
+    """Train the users of one request and return the signed reply.
+
+    Args:
+        message: The request of `MirrorStrategy`.
+        context: Flower's context of the node, which names the file of the signing key.
+        client: The node's model and users.
+
+    Returns:
+        The reply.
+
+    Raises:
+        ConfigError: If the message is no such request, or if the server has another model.
+    """
     task, arrays = _request(message.content)
     params, steps, nonce = trainable(client.model), int(task["step"]), bytes(task["nonce"])
     values = from_record(arrays, params)
@@ -77,8 +102,10 @@ def _request(content: RecordDict) -> tuple[dict[str, Any], ArrayRecord]:
 
 
 def _sum(client: Client, users: list[int], step: int, clip: float) -> Tensors:
-    """Each user's update is clipped here, so that only the sum of several leaves a node. It leaves in float64: rounding
-    a long sum would move it by more than one user may. One user's is clipped again by the server, and can be rounded.
+    """Clip each user's update here, so that only a sum of several leaves the node.
+
+    The sum leaves in float64, because rounding a long sum would move it by more than one user may. The update of a
+    single user is clipped again by the server, so it can be rounded.
     """
     params, engine = trainable(client.model), InProcess(client.users, client.local)
     asked = Round(

@@ -1,4 +1,4 @@
-"""The list of nodes that count: it says who the users are, whoever is online."""
+"""The list of nodes that count. It defines who the users are, whoever is online."""
 
 from __future__ import annotations
 
@@ -16,9 +16,21 @@ from halfsilver.errors import ConfigError, require
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A node, known by the fingerprint of its key, and how many users it serves.
+    """One enrolled node: its key's fingerprint, and how many users it serves.
 
-    A `revoked` one keeps the numbers of its users, so that nobody else's change, but is neither asked nor heard.
+    Args:
+        name: A name for people to read, unique within the enrolment.
+        fingerprint: The `fingerprint` of the node's public key, 64 lower-case hexadecimal digits, unique as well.
+        users: How many users the node serves, at least 1. Default 1.
+        revoked: Whether the node is neither asked nor heard any more. Default False. A revoked node keeps the numbers
+            of its users, so that nobody else's numbers change. Revoke a node instead of deleting it.
+
+    Raises:
+        ConfigError: If a value is out of range.
+
+    Example:
+        >>> Member(name="hospital", fingerprint="0" * 64, users=120).users
+        120
     """
 
     name: str
@@ -35,10 +47,21 @@ class Member:
 
 @dataclass(frozen=True)
 class Enrolment:
-    """All members, in an order that stays: users are numbered through them.
+    """All enrolled nodes, in a fixed order. Users are numbered through them.
 
-    The population is every enrolled user, present or not, since a user who is away must look like one who was not
+    The population is every enrolled user, present or not, because a user who is away must look like one who was not
     drawn.
+
+    Args:
+        members: The nodes. Append new ones at the end, so that the numbers of users stay.
+
+    Raises:
+        ConfigError: If there are no members, or if two have the same name or fingerprint.
+
+    Example:
+        >>> nodes = Enrolment((Member(name="a", fingerprint="0" * 64, users=2), Member(name="b", fingerprint="1" * 64)))
+        >>> nodes.population
+        3
     """
 
     members: tuple[Member, ...]
@@ -52,7 +75,19 @@ class Enrolment:
 
     @classmethod
     def load(cls, path: str | Path) -> Enrolment:
-        """From a JSON file: ``{"members": [{"name": ..., "fingerprint": ..., "users": 1, "revoked": false}, ...]}``."""
+        """Read an enrolment from a JSON file.
+
+        The file is ``{"members": [{"name": ..., "fingerprint": ..., "users": 1, "revoked": false}, ...]}``.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The enrolment.
+
+        Raises:
+            ConfigError: If the file cannot be read or a member is not valid.
+        """
         try:
             rows = json.loads(Path(path).read_bytes())["members"]
             return cls(tuple(Member(**row) for row in rows))
@@ -65,15 +100,28 @@ class Enrolment:
             ) from error
 
     def save(self, path: str | Path) -> None:
+        """Write the enrolment to a JSON file that `load` reads.
+
+        Args:
+            path: The file, which is replaced if it exists.
+        """
         rows: list[Mapping[str, Any]] = [vars(m) for m in self.members]
         Path(path).write_text(json.dumps({"members": rows}, indent=1) + "\n", encoding="utf-8")
 
     @property
     def population(self) -> int:
+        """The number of enrolled users over all members, revoked ones included."""
         return sum(m.users for m in self.members)
 
     def by_member(self, users: Iterable[int]) -> dict[Member, list[int]]:
-        """Which of its own users, numbered from 0, each member has among `users`."""
+        """Group users by the node that serves them.
+
+        Args:
+            users: User numbers from 0 to `population` - 1.
+
+        Returns:
+            Per member, the numbers of its own users, which count from 0 within the node.
+        """
         ends = list(accumulate(m.users for m in self.members))
         found: dict[Member, list[int]] = {}
         for user in users:

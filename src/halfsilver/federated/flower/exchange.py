@@ -1,4 +1,4 @@
-"""Requests out, replies in: what `Strategy` leaves to the grid, with a bounded wait and bounded memory."""
+"""Requests out, replies in, with a bounded wait and bounded memory."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def patiently(call: Callable[[], T], pause: float) -> T:
 
 
 def exchange(grid: Grid, messages: Sequence[Message], *, seconds: float, poll: float) -> Iterator[Message]:
-    """Replies as they come, until all are there or `seconds` have passed.
+    """Yield replies as they arrive, until all are there or `seconds` have passed.
 
-    They are pulled one by one, since the link hands a reply out once: with several in one call, an unreadable one would
-    take the others with it, and all of them would be in memory together. And they are pulled on a thread each, since a
-    node that announces a reply and does not send it holds up the pull of it, for minutes. Pulls that fail are missing
-    replies: if the link is gone for good, the next round will find out.
+    Replies are pulled one by one, because the link hands a reply out once. With several in one call, an unreadable one
+    would lose the others, and all of them would be in memory together. Each is pulled on a thread of its own, because a
+    node that announces a reply and does not send it blocks the pull for minutes. A pull that fails is a missing reply.
+    If the link is gone for good, the next round detects it.
     """
     until = time.monotonic() + seconds
     numbers = [i for i in patiently(lambda: grid.push_messages(messages), poll) if i] if messages else []
@@ -83,7 +83,7 @@ def _pull(grid: Grid, waiting: SimpleQueue[tuple[str, int]], came: Came, over: E
 
 
 def _hand_over(items: Sequence[Message | None], came: Came, over: Event, poll: float) -> None:
-    """As soon as there is room, and not after the round is over: nobody takes them then."""
+    """Put the items as soon as there is room, but not after the round is over, when nobody takes them."""
     for item in items:
         while not over.is_set():
             with suppress(Full):

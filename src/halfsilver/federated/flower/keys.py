@@ -1,6 +1,6 @@
-"""Node keys: fingerprints to enrol them by, and the signature that a reply carries.
+"""Node keys: fingerprints to enrol nodes by, and the signature of a reply.
 
-Flower's link authenticates each request of a node, but not which node a reply in it claims to come from, and whoever
+Flower's link authenticates each request of a node, but not which node a reply in it claims to come from, and anyone who
 may register a node is let in. So every reply is signed, inside its content, with the key that the node connects with.
 """
 
@@ -34,7 +34,20 @@ def public_key(data: bytes) -> ec.EllipticCurvePublicKey:
 
 
 def fingerprint(data: bytes) -> str:
-    """SHA-256 of a public key (its DER form, SubjectPublicKeyInfo) as 64 hexadecimal digits."""
+    """The fingerprint of a node's public key, by which the node is enrolled.
+
+    It is the SHA-256 hash of the key in DER form (SubjectPublicKeyInfo).
+
+    Args:
+        data: The public key as PEM or OpenSSH text, an elliptic curve key as Flower's nodes have.
+
+    Returns:
+        64 lower-case hexadecimal digits.
+
+    Raises:
+        ConfigError: If it is a key of another kind.
+        ValueError: If it is no key.
+    """
     form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(public_key(data).public_bytes(*form)).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Which replies count: one a node and round, from the node that was asked, signed with its enrolled key."""
+"""Which replies count: one per node and round, from the node that was asked, signed with its enrolled key."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Asked:
 
 
 class Gate:
-    """Lets through what was asked for, once.
+    """Admits the replies that were requested, once each.
 
-    Guarantee: a contribution comes from the holder of the enrolled key of a node that was asked in this round, was
-    made for this request, and is the only one of that node. Whatever is wrong with a reply, no error follows: the node
-    is missing, and missing nodes are zeros. Reasons are counted in `refused`, for tests; they tell who was drawn, so
-    they are not for publication.
+    Guarantee: a contribution comes from the holder of the enrolled key of a node that was asked in this round, was made
+    for this request, and is the only one of that node. Whatever is wrong with a reply, no error follows: the node is
+    missing, and missing nodes count as zero. Reasons are counted in `refused`, for tests. They reveal who was drawn, so
+    they must not be published.
     """
 
     def __init__(self, params: Sequence[Tensor], reply_bytes: int | None, refused: Counter[str]) -> None:

@@ -34,11 +34,24 @@ Nodes = Mapping[str, tuple[int, bytes]]  # fingerprint -> node id and public key
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How long a round waits, and what it takes.
+    """How long a round waits for nodes, and what it accepts from them.
 
-    `round_seconds` is also how long the link keeps a request. A round with fewer than `min_online` enrolled nodes waits
-    up to `patience_seconds` for more, and then goes on without: a round that has been counted is not taken back.
-    `reply_bytes` bounds a reply before it is decoded (default: the model in float64).
+    Args:
+        round_seconds: How long a round waits for replies, in seconds; above 0. Default 600. The link keeps a request
+            for the same time.
+        poll_seconds: How often the link is polled, in seconds; above 0. Default 0.5.
+        reply_bytes: The largest reply that is decoded, in bytes; above 0. Default None, which means the model in
+            float64.
+        min_online: How many enrolled nodes should be online when a round starts, at least 0. Default 1. The run refuses
+            to start with fewer. A later round goes on with fewer after `patience_seconds`, because it has been counted.
+        patience_seconds: How long to wait for `min_online` nodes, in seconds; at least 0. Default 60.
+
+    Raises:
+        ConfigError: If a value is out of range.
+
+    Example:
+        >>> Settings(round_seconds=120).min_online
+        1
     """
 
     round_seconds: float = 600.0
@@ -57,13 +70,25 @@ class Settings:
 
 @final
 class MirrorStrategy(Strategy):
-    """Trains on the users of enrolled Flower nodes; it is the `Engine` of the `Trainer` that it is given.
+    """A Flower strategy that trains on the users of enrolled nodes. It is the `Engine` of the trainer that it is given.
 
     Guarantee: that of `Trainer.fit` with ``plan.unit="user"``. Loop, ledger, checkpoints and noise are the trainer's;
-    Flower carries requests and replies. After the link or this process dies, `start` in a new run of the app goes on
-    in the same `run_dir`; steps that were begun stay counted.
+    Flower carries requests and replies. After the link or this process dies, `start` in a new run of the app resumes
+    from the same `run_dir`. Steps that were begun stay counted.
 
-    `fit` are further arguments of `Trainer.fit`: ledger, delta, test, test_every.
+    Args:
+        trainer: The trainer, whose plan has ``unit="user"``.
+        enrolment: The nodes that count. The plan's sampling rate refers to its population.
+        run_dir: The run folder, for checkpoints and the statement.
+        public: Public data for the mirror map, as for `Trainer.fit`. Default None. Its gradient is computed while the
+            nodes train.
+        settings: Waiting times and limits. Default None, which means ``Settings()``.
+        fit: Further arguments of `Trainer.fit`: ledger, delta, test, test_every. Default None.
+
+    References:
+        - McMahan, Ramage, Talwar and Zhang 2018, Learning Differentially Private Recurrent Language Models,
+          arXiv:1710.06963.
+        - Beutel et al. 2020, Flower: A Friendly Federated Learning Research Framework, arXiv:2007.14390.
     """
 
     def __init__(
@@ -99,10 +124,28 @@ class MirrorStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the trainer's plan over the nodes of `grid`, or go on with the run that lies in `run_dir`.
+        """Run the trainer's plan over the nodes of a grid, or resume the run in `run_dir`.
 
-        The model, rounds and tests are the trainer's, so only `grid` is needed; arguments that say otherwise are
+        Model, rounds and tests belong to the trainer, so only `grid` is needed. Arguments that say otherwise are
         refused.
+
+        Args:
+            grid: Flower's connection to the nodes.
+            initial_arrays: Values for the trainable parameters, in their order. Default None, which keeps the model's
+                own.
+            num_rounds: 0 or the number of steps of the plan. Default 0.
+            timeout: Must be None; use ``Settings.round_seconds``.
+            train_config: Must be None; settings of local training are the nodes' own.
+            evaluate_config: Must be None; use ``test=`` of `Trainer.fit`.
+            evaluate_fn: Must be None; use ``test=`` of `Trainer.fit`.
+
+        Returns:
+            Flower's result, with the trained parameters. The `RunResult` is in the attribute ``result``.
+
+        Raises:
+            ConfigError: If an argument is not as above, or if fewer than ``Settings.min_online`` enrolled nodes come
+                online.
+            BudgetExceeded: If the ledger's budget allows no step.
         """
         steps = self.trainer.plan.steps
         require(num_rounds in (0, steps), "num_rounds", num_rounds, f"to be left out, or the plan's {steps}")
@@ -123,7 +166,17 @@ class MirrorStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """A request to every node that has drawn users and is there; the public gradient begins meanwhile."""
+        """Make one request per online node that serves a drawn user, and start the public gradient.
+
+        Args:
+            server_round: The number of the round, from 1. The trainer must have opened it.
+            arrays: The trainable parameters.
+            config: Further entries of the request.
+            grid: Flower's connection to the nodes.
+
+        Returns:
+            The requests.
+        """
         asked = self._opened(server_round)
         self._gate = Gate(trainable(asked.model), self.settings.reply_bytes, self.refused)
         nodes, self._fixed = self._online(grid), self._fixed or fixed_part(asked.model)
@@ -149,7 +202,15 @@ class MirrorStrategy(Strategy):
         return message
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[None, None]:
-        """Check the replies, as they come, for the sum of the round. The new model is the trainer's to make."""
+        """Check the replies as they arrive. The trainer computes the new model from them.
+
+        Args:
+            server_round: The number of the round, from 1.
+            replies: What the nodes sent.
+
+        Returns:
+            Nothing for Flower to store: neither parameters nor metrics.
+        """
         self._opened(server_round)
         assert self._gate is not None
         self._incoming = self._gate.admitted(replies)
@@ -158,13 +219,33 @@ class MirrorStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """None: what nodes measure on their users is not private. See ``test=`` of `Trainer.fit`."""
+        """No requests, because what nodes measure on their users is not private. Use ``test=`` of `Trainer.fit`.
+
+        Args:
+            server_round: Not used.
+            arrays: Not used.
+            config: Not used.
+            grid: Not used.
+
+        Returns:
+            An empty list.
+        """
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Nothing, because nothing was requested.
+
+        Args:
+            server_round: Not used.
+            replies: Not used.
+
+        Returns:
+            None.
+        """
         return None
 
     def summary(self) -> None:
+        """Log how many nodes and users are enrolled, and the plan."""
         members, plan = self.enrolment.members, self.trainer.plan
         log(INFO, "\t%d enrolled nodes, %d users; %s", len(members), self.population, plan)
 
@@ -172,10 +253,21 @@ class MirrorStrategy(Strategy):
 
     @property
     def population(self) -> int:
+        """The number of enrolled users."""
         return self.enrolment.population
 
     def contributions(self, round: Round) -> Iterator[Contribution]:
-        """Of the drawn users whose nodes answer in time."""
+        """Yield the contributions of the drawn users whose nodes answer in time.
+
+        Args:
+            round: The users, the model and the clip norm of this round.
+
+        Returns:
+            An iterator over one contribution per node that answered.
+
+        Raises:
+            ConfigError: If `start` was not called.
+        """
         if self.grid is None:
             raise ConfigError("Expected a grid to reach nodes by. Call start(grid) in the ServerApp.")
         self._round = round

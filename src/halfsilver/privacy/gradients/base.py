@@ -38,7 +38,7 @@ _CONVERTED = 2**16
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """Sum of clipped gradients, in float64, that knows how much one unit can move it (in Euclidean norm)."""
+    """A sum of clipped gradients in float64, with its sensitivity: how far one unit can move it in Euclidean norm."""
 
     tensors: Tensors
     sensitivity: float
@@ -48,7 +48,7 @@ class ClippedSum:
         return cls([torch.zeros_like(p, dtype=torch.float64) for p in params], sensitivity)
 
     def add_(self, other: ClippedSum) -> None:
-        """Take in the sum over other units. Each unit is in one of them only, so the sensitivity stays."""
+        """Add the sum over other units. Each unit is in only one of the two, so the sensitivity stays."""
         if other.sensitivity != self.sensitivity:
             raise ValueError(f"sums of sensitivity {self.sensitivity} and {other.sensitivity} do not add up")
         for i, t in enumerate(other.tensors):
@@ -57,24 +57,36 @@ class ClippedSum:
 
 @dataclass(frozen=True, kw_only=True)
 class Adding:
-    """How the rows of one sum are added up, over all the calls that it takes.
+    """How the rows of one sum are added up, over all the calls that it takes, and the clipping margin that follows.
 
-    `rows` is a public bound on how many are added up in the usual way. Rows beyond it, if there are, come with
-    ``exact=True``: each by itself and in float64 all the way, but clipped as the others. Of sums that have more than
-    `rows` *and* more than 2^18 rows, rounding in float64 is not paid for in full: 10^-5 C at 2^18, and as the square.
+    Why gradients are clipped to C' = C / (1 + margin) instead of the clip norm C:
 
-    Why a bound is needed: one more record moves all later ones by a place, so that other rows meet in a block, and all
-    blocks round anew. Let c_i be the clipped gradient of row i, a function of that row alone with |c_i| <= C', and let
-    S = sum_i c_i + e be what is computed. Between neighbours S differs by at most C' + |e| + |e'|. A sum of m terms in
-    any order has m - 1 additions, each of which is off by at most u times its result, and these are at most
-    (2 + ... + m) C' together. With one rounding each for the product, the weight and the second order,
+    1. Let c_i be the clipped gradient of row i, a function of that row alone with |c_i| <= C', and S = sum_i c_i + e
+       the computed sum. A neighbour without row j computes S' = sum_i c_i - c_j + e', so |S - S'| <= C' + |e| + |e'|.
+       The roundings e and e' differ in every block, because removing one row shifts all later rows by one place.
+    2. A sum of m rows takes m - 1 additions, each off by at most u times its result, and the k-th partial sum is at
+       most k C' long. So |e| <= (2 + ... + m) u C' = (m (m + 1) / 2 - 1) u C', in any order.
+    3. The product with the clip factor, the factor itself and terms of second order add one rounding each. So N rows in
+       float32 blocks of m rows are off by N (m + 6) / 2 u C' with u = 2^-24, and the float64 sum of N rows by N (N + 1)
+       / 2 u' C' with u' = 2^-53.
+    4. Rows that are sums of terms, added in float64 together with the terms of other rows, are off by n u' times the
+       length of all terms, with n additions between a term and the total. `share_of_terms` keeps that length bounded.
+    5. `margin` is twice the sum of 3 and 4, once per neighbour, plus the relative error with which norms are measured.
+       Hence |S - S'| <= C' (1 + margin) = C: the noise is scaled to C, and it covers rounding too.
 
-    - blocks of m rows in float32 are off by m (m + 6) / 2 u C' each, N rows in such blocks by N (m + 6) / 2 u C';
-    - N rows in float64, the sums of those blocks included, by N (N + 1) / 2 u' C', with u' = 2^-53;
-    - N rows that are sums of terms, added up in float64 together with those of other rows, by n u' times the length
-      of all terms, with n additions between a term and the total. `share_of_terms` keeps that length bounded.
+    Of sums with more than `rows` *and* more than 2^18 rows, the float64 rounding is not covered in full. It is 10^-5 C
+    at 2^18 rows and grows as the square.
 
-    `margin` is twice the sum of these, for two neighbours, and how inexact norms are. So C' (1 + margin) <= C.
+    Args:
+        rows: A public bound on how many rows are added in the usual way.
+        exact: Whether each row is added by itself, in float64 all the way. Rows beyond `rows` come this way. They are
+            clipped as the others are. Default False.
+
+    References:
+        - Higham 2002, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM, chapter 4, for the error of
+          sums.
+        - Casacuberta, Shoemate, Vadhan and Wagaman 2022, Widespread Underestimation of Sensitivity in Differentially
+          Private Libraries and How to Fix It, arXiv:2207.10635, for attacks on sums that ignore rounding.
     """
 
     rows: int
@@ -82,47 +94,63 @@ class Adding:
 
     @classmethod
     def of(cls, expected: float, sampling_rate: float, ranks: int = 1) -> Adding:
-        """For Poisson samples of this size, of which each rank has a share; few of them are larger than `rows`.
+        """For Poisson samples of this expected size, of which each rank has a share.
 
-        >>> Adding.of(500, 0.01).rows, Adding.of(500, 1.0).rows
-        (590, 501)
+        `rows` is the mean plus four standard deviations, so few samples are larger.
+
+        Args:
+            expected: The expected number of rows per sample.
+            sampling_rate: The probability of a row to be in a sample, in (0, 1].
+            ranks: The number of processes. Default 1.
+
+        Example:
+            >>> Adding.of(500, 0.01).rows, Adding.of(500, 1.0).rows
+            (590, 501)
         """
         return cls(rows=ranks * (math.ceil((expected + 4 * math.sqrt(expected * (1 - sampling_rate))) / ranks) + 1))
 
     @classmethod
     def once(cls, rows: int) -> Adding:
-        """For a sum that is made by one call. Neighbours must be clipped alike, so that no count of rows decides it."""
+        """For a sum that one call computes. Its margin does not depend on the number of rows, which is private."""
         return cls(rows=_ROWS_AT_ONCE, exact=rows > _ROWS_AT_ONCE)
 
     @property
     def together(self) -> int:
-        """How many rows may be added up in float32 before the sum moves on to float64; 1 if none.
+        """How many rows may be added in float32 before the sum moves on to float64; 1 if none.
 
-        >>> [Adding(rows=n).together for n in (500, 1_000, 2_000, 5_000, 10_000)]
-        [32, 32, 26, 7, 1]
+        Example:
+            >>> [Adding(rows=n).together for n in (500, 1_000, 2_000, 5_000, 10_000)]
+            [32, 32, 26, 7, 1]
         """
         most = min(_MOST_TOGETHER, int(_OF_BLOCKS / (self.rows * _U32)) - 6)
         return most if most >= _LEAST_TOGETHER else 1
 
     def margin(self, dtype: torch.dtype) -> float:
-        """How far below the clip norm to aim, so that rounding cannot push the influence of a row above it.
+        """How far below the clip norm to clip, so that rounding cannot push the influence of a row above it.
 
-        >>> [round(Adding(rows=n).margin(torch.float32), 4) for n in (1, 500, 2_000, 10_000, 2**21)]
-        [0.0001, 0.0013, 0.004, 0.0001, 0.0006]
+        Args:
+            dtype: The dtype of the gradients.
+
+        Returns:
+            The relative margin: gradients are clipped to C / (1 + margin).
+
+        Example:
+            >>> [round(Adding(rows=n).margin(torch.float32), 4) for n in (1, 500, 2_000, 10_000, 2**21)]
+            [0.0001, 0.0013, 0.004, 0.0001, 0.0006]
         """
         blocks = 0.0 if dtype == torch.float64 or self.together == 1 else self.rows * (self.together + 6) * _U32
         return measuring(dtype) + blocks + self.in_float64
 
     @property
     def in_float64(self) -> float:
-        """What rounding of sums in float64 may come to, in clip norms."""
+        """The most that rounding of sums in float64 can amount to, in clip norms."""
         return float(max(self.rows + 1, _ROWS_ANYHOW)) ** 2 * _U64 + _OF_TERMS
 
     def share_of_terms(self, additions: int) -> float:
         """The length of a row's terms, times this, counts as a part of its norm.
 
-        So the terms of all rows, of which each takes part in `additions` within one call, round by at most a share of
-        the clip norm. It matters only to rows whose terms all but cancel.
+        So the terms of all rows, each of which takes part in `additions` within one call, round by at most a share of
+        the clip norm. It matters only to rows whose terms nearly cancel.
         """
         return 2 * self.rows * (additions + self.rows) * _U64 / _OF_TERMS
 
@@ -131,12 +159,16 @@ class GradientBackend(Protocol):
     """One way to compute clipped gradient sums.
 
     Guarantee of every implementation: adding or removing one example changes the sum by at most `max_grad_norm`, the
-    rounding of all others included; an example whose gradient is NaN, infinite or too large to measure contributes
-    zero; no state is kept between calls. `adding` says what the sum over all calls is like; without it, this is all.
+    rounding of all others included. An example whose gradient is NaN, infinite or too large to measure contributes
+    zero. No state is kept between calls. `adding` describes the sum over all calls; without it, this call is the whole
+    sum.
 
     Only the first `rows` examples count (all by default); the others are padding. The mechanism gives every batch the
-    same shape, because library kernels may round a row differently depending on how many stand beside it; a backend
-    that sees to this by itself says so with ``any_shape = True``.
+    same shape, because library kernels may round a row differently depending on how many rows are beside it. A backend
+    that handles this by itself says so with ``any_shape = True``.
+
+    References:
+        - Abadi et al. 2016, Deep Learning with Differential Privacy, arXiv:1607.00133, for clipping per example.
     """
 
     name: str
@@ -148,13 +180,13 @@ class GradientBackend(Protocol):
 
 @runtime_checkable
 class Tunable(Protocol):
-    """A backend that measures, on made-up rows of the shape to come, which of its ways is fastest."""
+    """A backend that measures which of its ways is fastest, on made-up rows of the shape to come."""
 
     def tune(self, batch: Batch, adding: Adding) -> None: ...
 
 
 def clock() -> float:
-    """Seconds to compare ways of computing by. Of this thread if it works alone: others may share its core."""
+    """Seconds for comparing ways to compute. Time of this thread if torch has one, since others may share its core."""
     return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
@@ -169,7 +201,7 @@ def measurable(norms: Tensor) -> Tensor:
 
 
 def check_clip_norm(max_grad_norm: float, dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse a clip norm so small or large that squares and products of numbers of its size leave the dtype's range."""
+    """Refuse a clip norm for which squares and products of numbers of its size leave the range of the dtype."""
     least = max(torch.finfo(torch.promote_types(dtype, torch.float32)).tiny for dtype in dtypes) ** 0.25
     if not least <= max_grad_norm <= 1 / least:
         raise ConfigError(
@@ -187,9 +219,13 @@ def require_weighable(dtype: torch.dtype, name: str) -> None:
 
 
 def clip_factors(norms: Tensor, max_grad_norm: float, tau: float, rows: int | None = None) -> Tensor:
-    """Weights that bring each gradient to norm at most C / (1 + tau); zero for padding and for norms not finite.
+    """Weights min(1, C / ((1 + tau) norm)) that bring each gradient to norm at most C / (1 + tau).
 
-    Zero as well where a weight would be subnormal in float32, and so not accurate: under clip norms below any plan's.
+    The weight is zero for padding and for norms that are not finite. It is also zero where it would be subnormal in
+    float32 and so not accurate, which happens only under clip norms below those of any plan.
+
+    References:
+        - Abadi et al. 2016, Deep Learning with Differential Privacy, arXiv:1607.00133, Algorithm 1, for tau = 0.
     """
     factors = (max_grad_norm / (1 + tau) / norms.double()).clamp_(max=1.0)
     factors = torch.where(torch.isfinite(norms) & (factors >= 2 * torch.finfo(torch.float32).tiny), factors, 0.0)
@@ -220,9 +256,9 @@ def _block_norms(rows: Tensor) -> list[Tensor]:
 
 
 def weighted_rows(weights: Tensor, rows: Tensor, adding: Adding) -> Tensor:
-    """sum_i weights_i rows_i in float64: of blocks small enough to be summed in the dtype of the rows, or row by row.
+    """sum_i weights_i rows_i in float64, in blocks small enough to be summed in the dtype of the rows, or row by row.
 
-    Rows of weight zero may hold anything: they are taken out first, because 0 * NaN is NaN.
+    Rows of weight zero may hold anything. They are taken out first, because 0 * NaN is NaN.
     """
     rows = at_least_float32(rows)
     if not weights.all():

@@ -1,4 +1,4 @@
-"""How many more steps a budget allows: asked at every block, so seldom put to the accountant."""
+"""How many more steps a budget allows. The ledger asks before every block, so the accountant is called rarely."""
 
 from __future__ import annotations
 
@@ -19,7 +19,28 @@ _ORDERS: tuple[int, ...] = (*range(2, 64), 128, 256, 512, 1024)
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The most that all runs on a data set may spend together: a filter, whatever is chosen after seeing outputs."""
+    """The most that all runs on one private data set may spend together.
+
+    Guarantee: everything that a ledger with this budget ever grants is (epsilon, delta)-DP together, even if later
+    plans are chosen after earlier outputs were seen. It is a privacy filter, not only a stopping rule for one plan.
+
+    Args:
+        epsilon: The limit on epsilon, above 0 and finite. Smaller is stronger.
+        delta: The delta at which it holds, in (0, 1). Choose it well below one over the number of private records.
+
+    Raises:
+        ConfigError: If a value is out of range.
+
+    Example:
+        >>> Budget(epsilon=2.0, delta=1e-5)
+        Budget(epsilon=2.0, delta=1e-05)
+
+    References:
+        - Rogers, Roth, Ullman and Vadhan 2016, Privacy Odometers and Filters: Pay-as-you-Go Composition,
+          arXiv:1605.08294.
+        - Feldman and Zrnic 2021, Individual Privacy Accounting via a Renyi Filter, arXiv:2008.11193.
+        - Whitehouse, Ramdas, Rogers and Wu 2023, Fully-Adaptive Composition in Differential Privacy, arXiv:2203.05481.
+    """
 
     epsilon: float
     delta: float
@@ -31,22 +52,26 @@ class Budget:
 
 @dataclass(frozen=True)
 class Rule:
-    """Which steps a budget admits, fixed by the plan that takes the first step, before there is any output.
+    """Which steps a budget admits. The plan that takes the first step fixes the rule, before there is any output.
 
-    Why all that is ever admitted is (epsilon, delta)-DP, whoever chose the steps after seeing whatever outputs:
-    1. Alone, if the first plan fits at delta but not at delta / 2: only steps of its mechanism are admitted, as many as
-       PLD allows at delta. That number is fixed beforehand, and to stop before it is post-processing.
-    2. Otherwise shared. A history is admitted that has one mechanism and fits by PLD at delta / 2 (set A, as in 1), or
-       that fits by RDP of one fixed order at delta / 2 (set B, a filter: divergences of one order add up even if each
-       mechanism is chosen after seeing outputs [1, 2]; the best order in hindsight is not covered).
-    3. Both sets hold the beginnings of what they hold, so every transcript lies in A or in B. For any event O,
+    Why everything that is ever admitted is (epsilon, delta)-DP, whoever chose the steps after seeing whatever outputs:
+
+    1. *Alone*, if the first plan fits at delta but not at delta / 2. Only steps of its mechanism are admitted, as many
+       as PLD allows at delta. That number is fixed in advance, and stopping before it is post-processing.
+    2. *Shared*, otherwise. A history is admitted if it has one mechanism and fits by PLD at delta / 2 (set A, as in 1),
+       or if it fits by RDP of one fixed order at delta / 2 (set B). Set B is a filter, because divergences of one order
+       add up even if each mechanism is chosen after seeing outputs [1, 2]. The best order in hindsight is not covered.
+    3. Both sets contain the beginnings of what they contain, so every transcript lies in A or in B. For any event O,
        P[O] = P[O & A] + P[O - A] <= e^epsilon P'[O & A] + delta / 2 + e^epsilon P'[O - A] + delta / 2.
 
-    [1] Feldman and Zrnic 2021, Individual Privacy Accounting via a Renyi Filter, arXiv:2008.11193.
-    [2] Lecuyer 2021, Practical Privacy Filters and Odometers with Renyi Differential Privacy and Applications to
-        Differentially Private Deep Learning, arXiv:2103.01379.
-    [3] Rogers, Roth, Ullman and Vadhan 2016, Privacy Odometers and Filters: Pay-as-you-Go Composition,
-        arXiv:1605.08294, has the two notions.
+    References:
+        - [1] Feldman and Zrnic 2021, Individual Privacy Accounting via a Renyi Filter, arXiv:2008.11193.
+        - [2] Lecuyer 2021, Practical Privacy Filters and Odometers with Renyi Differential Privacy and Applications to
+          Differentially Private Deep Learning, arXiv:2103.01379.
+        - [3] Rogers, Roth, Ullman and Vadhan 2016, Privacy Odometers and Filters: Pay-as-you-Go Composition,
+          arXiv:1605.08294, for the notions of filter and odometer.
+        - [4] Whitehouse, Ramdas, Rogers and Wu 2023, Fully-Adaptive Composition in Differential Privacy,
+          arXiv:2203.05481.
     """
 
     budget: Budget
@@ -89,7 +114,16 @@ def _needs_all_of_delta(plan: MechanismCount, budget: Budget) -> bool:
 
 @lru_cache(maxsize=64)
 def _best_order(plan: MechanismCount, budget: Budget) -> int:
-    """The order at which most steps of this mechanism fit."""
+    """The order alpha at which most steps of this mechanism fit.
+
+    With r(alpha) the Renyi divergence of one step, k steps fit at delta / 2 if
+
+    k r(alpha) <= epsilon + log(alpha delta / 2) / (alpha - 1) - log(1 - 1 / alpha).
+
+    References:
+        - Canonne, Kamath and Steinke 2020, The Discrete Gaussian for Differential Privacy, arXiv:2004.00010,
+          Proposition 12, for the conversion from RDP to (epsilon, delta).
+    """
 
     def room(order: int) -> float:
         left = budget.epsilon + math.log(budget.delta / 2 * order) / (order - 1) - math.log1p(-1 / order)
@@ -110,8 +144,8 @@ class _Ceiling(NamedTuple):
 class BudgetFilter:
     """Admits steps up to a budget (any number without one) by its `Rule`.
 
-    The accountant is asked again only after a change that no earlier answer covers: a run was registered or
-    finished, or, when not all plans fit, steps of another mechanism were taken.
+    The accountant is called again only after a change that no earlier answer covers: a run was registered or finished,
+    or, when not all plans fit, steps of another mechanism were taken.
     """
 
     def __init__(self, budget: Budget | None) -> None:

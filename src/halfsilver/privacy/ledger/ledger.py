@@ -1,4 +1,4 @@
-"""The privacy ledger: what may be done to a private data set is written down before it is done."""
+"""The privacy ledger: every use of a private data set is written to disk before it happens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["Budget", "Grant", "Head", "Ledger", "Run"]
 
 @dataclass(frozen=True)
 class Grant:
-    """Leave to touch the private data `count` times; (seq, head) is the record that says so."""
+    """Permission to use the private data `count` times; (`seq`, `head`) identifies the record that grants it."""
 
     count: int
     seq: int
@@ -43,20 +43,50 @@ class Grant:
 
 
 class Ledger:
-    """The account of one private data set, in a file that any number of runs and processes append to.
+    """The privacy account of one private data set, in a file to which any number of runs and processes append.
 
-    Guarantees, all from the file alone: a step is on the disk before `intend` returns, so a crash never loses
-    one; the total of all steps stays within the budget; a file that was damaged, shortened or exchanged is
-    refused. A record that a crash cut short counts as a whole block of steps. The object holds no open file
-    between calls; use one object per thread.
+    Create or open one with `Ledger.open`. Share one ledger between all runs on the same private data, because epsilon
+    adds up over them.
 
-    The chain has no secret: it shows accidents and stale copies, not a forger who rewrites the ledger and
-    every checkpoint together. That a ledger was cut back at the end of a record, its chain cannot show either: a small
-    file beside it, `<ledger>.head`, does. A `head_file` kept out of reach shows the rest.
+    Guarantees, each from the file alone:
+
+    - A step is on disk before `intend` returns, so a crash never loses one.
+    - The total of all steps stays within the budget.
+    - A file that was damaged, shortened or replaced is refused. A record that a crash cut short counts as a whole
+      block.
+
+    The records form a hash chain without a secret key. The chain detects accidents and stale copies. It does not detect
+    someone who rewrites the ledger and every checkpoint together. A file beside the ledger, ``<ledger>.head``, detects
+    a ledger that was cut back at the end of a record. A `head_file` in another place also detects that both were
+    restored.
+
+    The object holds no open file between calls. Use one object per thread.
+
+    Args:
+        path: The ledger file. Users do not call this constructor but `Ledger.open`, which checks the file first.
+        head_file: A second copy of the head, or None.
+        history: What was read from the file.
+
+    Example:
+        >>> import tempfile
+        >>> import halfsilver as hs
+        >>> plan = hs.PrivacyPlan(steps=10, sampling_rate=0.1, expected_batch_size=50, noise_multiplier=2.0)
+        >>> path = tempfile.mkdtemp() + "/ledger.jsonl"
+        >>> ledger = hs.Ledger.open(path, budget=hs.Budget(epsilon=2.0, delta=1e-5))
+        >>> run = ledger.register_run("first", plan, block_max=5)
+        >>> ledger.intend("first", 5).count
+        5
+        >>> ledger.spent() < 2.0
+        True
+
+    References:
+        - Rogers, Roth, Ullman and Vadhan 2016, Privacy Odometers and Filters: Pay-as-you-Go Composition,
+          arXiv:1605.08294.
+        - Feldman and Zrnic 2021, Individual Privacy Accounting via a Renyi Filter, arXiv:2008.11193.
     """
 
     def __init__(self, path: Path, head_file: Path | None, history: History) -> None:
-        """Not for users: see `Ledger.open`."""
+        """For use inside the library; see `Ledger.open`."""
         header = history.header
         self.path = path
         self.budget = Budget(**header["budget"]) if header["budget"] else None
@@ -76,11 +106,26 @@ class Ledger:
         head_file: str | Path | None = None,
         create: bool = True,
     ) -> Ledger:
-        """Open the ledger at `path`, checking all of it; create it if there is none and `create` is true.
+        """Open a ledger and check all of it, or create one.
 
-        Budget and unit ("example" by default) are fixed at creation; given later, they must agree with it.
-        After each append the head also goes to `<ledger>.head` and to `head_file`, which every process that opens the
-        ledger should name; a ledger that is behind either is refused.
+        Args:
+            path: The ledger file, usually ``ledger.jsonl`` beside the private data. Its folder is created if needed.
+            budget: The most that all runs may spend together. Default None, which means no limit for a new ledger and
+                "whatever was fixed" for an existing one. It is fixed at creation; given later, it must be equal.
+            unit: Whose privacy the ledger counts, "example" or "user". Default None, which means "example" for a new
+                ledger. It is fixed at creation; given later, it must be equal.
+            head_file: Another file to which the last record's number and hash are written after each append. Default
+                None. Set it to a place that backups of the ledger do not touch, and name it in every process that opens
+                the ledger.
+            create: Whether to create the ledger if there is none. Default True. Set it to False to open an existing one
+                only.
+
+        Returns:
+            The ledger.
+
+        Raises:
+            LedgerCorrupt: If the file is damaged, or if it lacks a record that either head file names.
+            ConfigError: If `budget` or `unit` differ from those of the existing ledger.
         """
         path = Path(path).resolve()
         head_file = Path(head_file).resolve() if head_file else None
@@ -97,18 +142,30 @@ class Ledger:
 
     @property
     def head(self) -> Head:
-        """The last record that this object has read or written; a checkpoint takes that of its `Grant`."""
+        """Number and hash of the last record that this object has read or written."""
         return self._history.head
 
     @property
     def runs(self) -> Mapping[str, Run]:
-        """All runs that this object has read of, in the order of registration (of compacted ones, nearly)."""
+        """All runs that this object has read, by name, in the order of registration."""
         return MappingProxyType(self._history.runs)
 
     def register_run(self, run_id: str, plan: PrivacyPlan, *, block_max: int = 1) -> Run:
-        """Enter a run, which may then take the steps of its plan in blocks of at most `block_max`.
+        """Enter a run, which may then take the steps of its plan.
 
-        To register a run again with the same plan, as on resuming it, changes nothing.
+        Registering a run again with the same plan, as on resuming it, changes nothing.
+
+        Args:
+            run_id: The name of the run, a non-empty text that is unique within the ledger.
+            plan: What the run will do per step, and how often. It cannot change later.
+            block_max: The most steps per call of `intend`, a whole number of at least 1. Default 1. A larger block
+                needs fewer writes to disk, but a crash costs up to one block of steps.
+
+        Returns:
+            The registered run.
+
+        Raises:
+            ConfigError: If a run of that name has another plan, or if the plan's unit is not that of the ledger.
         """
         require(bool(run_id), "run_id", run_id, "to be a non-empty text")
         require(is_whole(block_max, 1), "block_max", block_max, "to be a whole number >= 1")
@@ -126,10 +183,18 @@ class Ledger:
         return run
 
     def intend(self, run_id: str, wanted: int = 1) -> Grant:
-        """Write down that a run is about to take `wanted` steps; touch the data only after this returns.
+        """Write to disk that a run is about to take steps. Touch the private data only after this returns.
 
-        Grants fewer if the run's `block_max`, its plan or the budget allows fewer. Raises `BudgetExceeded`,
-        and writes nothing, if not even one is allowed.
+        Args:
+            run_id: The name of a registered run.
+            wanted: How many steps, a whole number of at least 1. Default 1.
+
+        Returns:
+            The `Grant`, with as many steps as the run's `block_max`, its plan and the budget allow.
+
+        Raises:
+            BudgetExceeded: If not even one step is allowed. Nothing is written then.
+            ConfigError: If the run is not registered.
         """
         require(is_whole(wanted, 1), "wanted", wanted, "to be a whole number >= 1")
         with self._writing():
@@ -141,7 +206,18 @@ class Ledger:
         return Grant(count, *head)
 
     def finish(self, run_id: str, updates: int) -> Head:
-        """Close a run that made `updates` updates: it takes no further step, and can be compacted."""
+        """Close a run, so that it takes no further step and can be compacted.
+
+        Args:
+            run_id: The name of a registered run.
+            updates: How many updates the model received, from 0 to the number of steps the run has spent.
+
+        Returns:
+            Number and hash of the record that closes the run.
+
+        Raises:
+            ConfigError: If the run is not registered, or if `updates` is out of range.
+        """
         with self._writing():
             run = self._registered(run_id)
             possible = is_whole(updates) and updates <= run.spent
@@ -150,16 +226,35 @@ class Ledger:
             return run.closed or self._append("finish", fields)
 
     def counts(self) -> tuple[MechanismCount, ...]:
-        """All steps that any run may have taken, by distinct mechanism; a torn record counts."""
+        """Count all steps that any run may have taken, per distinct mechanism. A torn record counts too.
+
+        Returns:
+            One entry per pair of noise multiplier and sampling rate.
+        """
         self._refresh()
         torn = self._torn_steps()
         return merged([*self._history.counts(), *([torn[0].plan.count(torn[1])] if torn else [])])
 
     def spent(self, delta: float | None = None, accountant: Accountant | None = None) -> float:
-        """Epsilon of all steps so far, at the budget's delta unless another is given: an odometer.
+        """Epsilon of all steps so far: an odometer.
 
-        By PLD while all steps are of one mechanism, otherwise by RDP. It takes the steps as fixed beforehand; what
-        holds if later plans were chosen after earlier outputs had been seen is the budget.
+        The reading takes the steps as fixed in advance. If later plans were chosen after earlier outputs had been seen,
+        it is too small to be a guarantee. The budget holds in that case too.
+
+        Args:
+            delta: The delta at which epsilon is computed, in (0, 1). Default None, which takes the budget's delta.
+            accountant: "pld" or "rdp". Default None, which uses PLD while all steps have one mechanism and RDP
+                otherwise.
+
+        Returns:
+            Epsilon, at least 0.
+
+        Raises:
+            ConfigError: If `delta` is None and the ledger has no budget.
+
+        References:
+            - Rogers, Roth, Ullman and Vadhan 2016, Privacy Odometers and Filters: Pay-as-you-Go Composition,
+              arXiv:1605.08294.
         """
         if delta is None and self.budget:
             delta = self.budget.delta
@@ -169,10 +264,17 @@ class Ledger:
         return epsilon_of(counts, delta, accountant or total_accountant(counts))
 
     def verify_head(self, seq: int, head: str) -> None:
-        """Re-read the whole file and refuse it unless record number `seq` has the hash `head`.
+        """Read the whole file again and refuse it unless one record has the given hash.
 
-        So a checkpoint knows its ledger: a foreign, older or shortened one lacks the record. Of the records
-        that were compacted, the last intent and the finish of each run are still known.
+        A checkpoint calls this to recognise its ledger. A foreign, older or shortened ledger lacks the record. After a
+        compaction, the last intent and the finish of each run are still known.
+
+        Args:
+            seq: The number of the record, from 0.
+            head: Its hash, as 64 hexadecimal digits.
+
+        Raises:
+            LedgerCorrupt: If the file does not hold that record, or if it is damaged.
         """
         fresh = History.load(self.path, watch=seq)
         found = fresh.hash_of_watched()
@@ -181,9 +283,12 @@ class Ledger:
             raise LedgerCorrupt(f"Record {seq} with hash {head} was in use, but {self.path} {why}. {WAY_OUT}")
 
     def compact(self) -> bool:
-        """Sum up in one record all that precedes the unfinished runs; false if there is nothing to sum up.
+        """Replace all records before the first unfinished run by one summary, to keep a long-lived ledger small.
 
         The other records keep their hashes, so checkpoints of unfinished runs stay valid.
+
+        Returns:
+            True if records were replaced, False if there were none to replace.
         """
         with self._writing():
             history = self._history
@@ -236,10 +341,10 @@ class Ledger:
         self._publish_head()
 
     def _torn_steps(self) -> tuple[Run, int] | None:
-        """The run and the steps to which a torn record is charged: the last registered one that can go on.
+        """The run and the number of steps to which a torn record is charged: the last registered run that can continue.
 
-        The steps were never taken, as `intend` had not returned; the charge is for a disk that lost what it
-        had confirmed. It is never more than `intend` could have granted.
+        The steps were never taken, because `intend` had not returned. The charge covers a disk that lost what it had
+        confirmed. It is never more than `intend` could have granted.
         """
         if not self._history.torn:
             return None
@@ -248,7 +353,7 @@ class Ledger:
         return next((charge for charge in charges if charge[1]), None)
 
     def _publish_head(self) -> None:
-        """Both may lag behind the ledger, so the one beside it need not wait for the disk to know its new name."""
+        """Write both heads. Either may lag behind, so the one beside the ledger needs no sync of its name."""
         text = canonical(self.head._asdict()) + b"\n"
         system.write_atomically(_beside(self.path), text, sync_name=False)
         if self._head_file:

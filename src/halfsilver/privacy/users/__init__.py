@@ -1,4 +1,4 @@
-"""Users who train themselves: the only code that sees their rows, or their updates before the noise."""
+"""Users who train on their own rows: the only code that sees these rows, or updates before the noise."""
 
 from halfsilver.privacy.users.engine import Contribution, Engine, InProcess, Round
 from halfsilver.privacy.users.fold import Fold

@@ -1,4 +1,4 @@
-"""Engines: where users train. One that trains them here, one after the other, stands in this file."""
+"""Engines: where users train. This file has the interface, and an engine that trains users in this process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ from halfsilver.privacy.users.stores.base import PrivateUsers, UserStore, requir
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What an engine is asked for: the updates of these users to the model as it is now.
+    """One request to an engine: the updates of the drawn users to the current model.
 
-    `users` are distinct numbers below the engine's population, in rising order: the Poisson sample, perhaps an empty
-    one. `step` counts the updates that the model has had. `seed` is fresh in every round, for dropout and the like.
+    Args:
+        step: How many updates the model has received, from 0.
+        model: The model. An engine may train it in place but must leave it as it was.
+        loss_fn: A function of model and batch that returns one number per example.
+        users: Distinct user numbers below the engine's population, in rising order, as a tensor of int64. It is the
+            Poisson sample of this round and may be empty.
+        max_grad_norm: The clip norm of one user's update, above 0. It is fixed for the whole run.
+        seed: A fresh number per round, for dropout and other randomness of local training.
     """
 
     step: int
@@ -35,10 +41,17 @@ class Round:
 
 @dataclass(frozen=True)
 class Contribution:
-    """theta - theta_local of one user, or the sum of such updates of several `users`, each clipped by who summed them.
+    """The update of one user, or the sum of several users' clipped updates.
 
-    Whoever sends a sum is trusted to have clipped. `users` is how many users the sender was asked for in this round,
-    which the engine knows, and never a number that the sender states.
+    An update is theta - theta_local, the parameters before local training minus those after it. `Fold` clips an update
+    of one user. It trusts the sender of a sum to have clipped each update in it.
+
+    Args:
+        tensors: One tensor per trainable parameter, in the order of the model. A sum should be float64, so that
+            rounding stays within the clipping margin.
+        users: How many users the sender was asked for in this round, at least 1. Default 1. The engine must know this
+            number by itself and never take it from the sender, because the contribution is clipped to `users` clip
+            norms.
     """
 
     tensors: Sequence[Tensor]
@@ -47,33 +60,84 @@ class Contribution:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Brings the contributions of a round, in any order. Users that do not answer are missing, and count as zeros.
+    """The interface through which `Trainer.fit` reaches users. Write your own for another transport.
 
-    `population` is the number of enrolled users, whether they can be reached or not. No error that an engine raises
-    may depend on what users hold or send.
+    An engine yields the contributions of a round in any order. A user who does not answer is missing and counts as
+    zero. No error that an engine raises may depend on what users hold or send. Sampling, clipping of single updates,
+    noise and the ledger are not the engine's task.
     """
 
     @property
-    def population(self) -> int: ...
+    def population(self) -> int:
+        """The number of enrolled users, whether they can be reached or not."""
+        ...
 
-    def contributions(self, round: Round) -> Iterator[Contribution]: ...
+    def contributions(self, round: Round) -> Iterator[Contribution]:
+        """Yield the updates of this round's users, and of nobody else, at most one per user.
+
+        Args:
+            round: The users, the model and the clip norm of this round.
+
+        Returns:
+            An iterator over contributions. Users that do not answer are missing from it.
+        """
+        ...
 
 
 @final
 class InProcess:
-    """Trains the drawn users one after the other, in this process."""
+    """An engine that trains the drawn users in this process, one after the other.
+
+    Guarantee: a user whose rows cannot be used contributes zero silently, and the model is left as it was.
+
+    Args:
+        users: The private users.
+        local: How each user trains.
+
+    Example:
+        >>> import torch
+        >>> from halfsilver.federated import LocalTraining, PrivateUsers, TensorUsers
+        >>> rows = torch.randn(60, 3), torch.randn(60)
+        >>> users = PrivateUsers(TensorUsers(rows, users=[i // 3 for i in range(60)]))
+        >>> InProcess(users, LocalTraining(lr=0.1)).population
+        20
+
+    References:
+        - McMahan, Moore, Ramage, Hampson and Aguera y Arcas 2017, Communication-Efficient Learning of Deep Networks
+          from Decentralized Data, arXiv:1602.05629.
+    """
 
     def __init__(self, users: PrivateUsers, local: LocalTraining) -> None:
         self._users, self._store, self._local = users, users._open(), local
 
     def shares_rows_with(self, data: Any) -> bool:
+        """Tell whether a data set that should be public holds rows of these users; see `PrivateUsers.shares_rows_with`.
+
+        Args:
+            data: The data set in question.
+
+        Returns:
+            True if both share at least one row in memory.
+        """
         return self._users.shares_rows_with(data)
 
     @property
     def population(self) -> int:
+        """The number of enrolled users."""
         return self._store.size()
 
     def contributions(self, round: Round) -> Iterator[Contribution]:
+        """Train the users of this round and yield one update per user.
+
+        Args:
+            round: The users, the model and the clip norm of this round.
+
+        Returns:
+            An iterator over contributions of one user each. Users without usable rows are missing from it.
+
+        Raises:
+            PrivateDataError: If the file of the users has changed since it was opened.
+        """
         require_unchanged(self._store)
         for user in round.users.tolist():
             update = update_of(self._store, user, round.model, round.loss_fn, self._local, round.seed)
@@ -84,10 +148,10 @@ class InProcess:
 def update_of(
     store: UserStore, user: int, model: nn.Module, loss_fn: LossFn, local: LocalTraining, seed: int
 ) -> Tensors | None:
-    """The update of one user; None where the user has no rows, or rows that cannot be used.
+    """The update of one user, or None if the user has no rows or rows that cannot be used.
 
-    Whatever goes wrong with a user's rows, a lack of memory included, would tell about them, so nothing is said, nor
-    warned of. Randomness is of the user alone.
+    Whatever goes wrong with a user's rows, a lack of memory included, would reveal something about them. So nothing is
+    raised or warned of. Each user has a random generator of its own.
     """
     device = trainable(model)[0].device
     # What puts the model back stands outside: nothing may keep it from doing so, or keep quiet about it.

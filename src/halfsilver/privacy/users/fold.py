@@ -1,4 +1,4 @@
-"""The running sum of a round: each contribution is checked, clipped and added, and then forgotten."""
+"""The running sum of a round: each contribution is checked, clipped, added and then forgotten."""
 
 from __future__ import annotations
 
@@ -22,13 +22,23 @@ _MOST_TOGETHER = 16
 class Fold:
     """Adds up contributions in the memory of one model.
 
-    Guarantee: a contribution of one user changes the total by at most `max_grad_norm`, whatever it holds; one of k
-    users by at most k times that. One that has the wrong shapes or dtypes, or that is not finite, changes nothing.
+    Guarantee: a contribution of one user changes the total by at most `max_grad_norm`, whatever it holds, and one of k
+    users by at most k times that. A contribution with wrong shapes or dtypes, or one that is not finite, changes
+    nothing.
 
-    The guarantee counts rounding in, also that of other contributions, which one that comes between them can change:
-    t updates of norm C, added one after the other in float32, are off by at most t^2 u C. So of the first `expected`
-    single users only so many are added up in float32 at once that all of it stays within the margin, of later ones and
-    of sums none.
+    The guarantee includes rounding, also that of other contributions, which can change if one comes between them: t
+    updates of norm C, added one after the other in float32, are off by at most t^2 u C. So only so many of the first
+    `expected` single users are added in float32 at once that all of it stays within the margin. Later users and sums
+    are added in float64. `Adding` in ``privacy/gradients/base.py`` derives the margin.
+
+    Args:
+        params: The trainable parameters, for shapes and dtypes.
+        max_grad_norm: The clip norm C, above 0.
+        expected: A public bound on how many single users are added in float32. Default 0, which adds all in float64.
+
+    References:
+        - Higham 2002, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM, chapter 4, for the error of
+          sums.
     """
 
     def __init__(self, params: Sequence[Tensor], max_grad_norm: float, *, expected: float = 0.0) -> None:

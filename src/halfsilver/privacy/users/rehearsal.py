@@ -1,4 +1,4 @@
-"""Local training is tried on public rows first: a mistake must not come out as a run of nothing but noise."""
+"""Local training is tried on public rows first, because a mistake must not end as a run that releases only noise."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LOCAL = LocalTraining(lr=1e-2, batch_size=1, max_examples=1)
 def rehearse(model: nn.Module, loss_fn: LossFn, public_rows: Batch) -> None:
     """Raise what training raises, and refuse a model that carries something from one user to the next.
 
-    What it carries would reach the released weights without noise: a running mean that a layer keeps to itself, say, or
-    the state of a recurrent layer.
+    What the model carries would reach the released weights without noise. Examples are a running mean that a layer
+    keeps to itself, or the state of a recurrent layer.
     """
 
     def update(row: int) -> Sequence[Tensor]:

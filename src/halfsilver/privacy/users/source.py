@@ -1,4 +1,4 @@
-"""Left of the bar in a federated run: ledger, draw of users, their updates, clip, sum, noise."""
+"""The private side of a federated run: ledger, draw of users, their updates, clip, sum, noise."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ _DRAWN_AT_ONCE = 1024
 
 @final
 class UserUpdates:
-    """Releases noisy means of users' updates, as `PrivateGradient` does of examples' gradients.
+    """Releases noisy means of users' updates, as `PrivateGradient` does for gradients of examples.
 
-    Guarantee: as there, with a user in place of an example, whichever replies are missing, broken or made up. An
+    Guarantee: as there, with a user in place of an example, whichever replies are missing, malformed or made up. An
     engine that brings sums is trusted to have clipped what is in them.
+
+    References:
+        - McMahan, Ramage, Talwar and Zhang 2018, Learning Differentially Private Recurrent Language Models,
+          arXiv:1710.06963. Here users are drawn by Poisson sampling and the sum is divided by a declared constant,
+          which is their fixed-denominator estimator with equal weights.
     """
 
     def __init__(

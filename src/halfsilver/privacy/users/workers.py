@@ -35,18 +35,34 @@ _LARGEST_PIECE = 32
 
 @final
 class Workers:
-    """Trains the drawn users over forked processes of one thread each; what comes back equals that of `InProcess`.
+    """An engine that trains the drawn users in forked processes of one thread each, with the sums of `InProcess`.
 
-    Guarantee: a user whose rows kill a worker changes the sum as little as any other user. The sums lie in shared
-    memory and outlive the worker, what it had not begun is given to others, and another worker takes its place. So
-    nobody else's share is lost with it, which would let one user decide over many; and no error tells of it.
+    Guarantee: a user whose rows kill a worker changes the sum as little as any other user. The sums are in shared
+    memory and outlive the worker. Another worker replaces it and takes the users that it had not begun. So no other
+    user's share is lost with it, which would let one user decide over many, and no error tells of it.
 
-    Workers start with the first round, end with `close`, with a ``with`` block, with this object or with the process,
-    killed or not, and start anew when another round is asked for.
+    Workers start with the first round. They end with `close`, with a ``with`` block, with this object or with the
+    process, also if it is killed. They start again when another round is requested.
 
-    They are forked, so that neither model nor rows need a form in which they can be sent. A fork copies none of
-    torch's threads, and a parallel region would wait for them forever: with one thread there is none, and before a
-    worker is given a user it must show, on made-up numbers, that it can train. Models on a GPU cannot be forked.
+    Workers are forked, so neither the model nor the rows have to be serialised. A fork does not copy torch's threads,
+    and a parallel region would wait for them forever. So a worker uses one thread, and it must train on made-up numbers
+    before it is given a user. Models on a GPU cannot be forked; use `InProcess` for them.
+
+    Args:
+        users: The private users.
+        local: How each user trains.
+        processes: The number of worker processes, at least 1. Default 2. Set it to the number of cores.
+
+    Raises:
+        ConfigError: If `processes` is below 1. In the first round, if the model is on a GPU or a fork cannot train.
+
+    Example:
+        >>> import torch
+        >>> from halfsilver.federated import LocalTraining, PrivateUsers, TensorUsers
+        >>> users = PrivateUsers(TensorUsers(torch.randn(60, 3), users=[i // 3 for i in range(60)]))
+        >>> with Workers(users, LocalTraining(lr=0.1), processes=2) as engine:
+        ...     engine.population
+        20
     """
 
     def __init__(self, users: PrivateUsers, local: LocalTraining, processes: int = 2) -> None:
@@ -57,14 +73,36 @@ class Workers:
         self._ends = weakref.finalize(self, _end_all, self._slots, os.getpid())
 
     def shares_rows_with(self, data: Any) -> bool:
+        """Tell whether a data set that should be public holds rows of these users; see `PrivateUsers.shares_rows_with`.
+
+        Args:
+            data: The data set in question.
+
+        Returns:
+            True if both share at least one row in memory.
+        """
         return self._users.shares_rows_with(data)
 
     @property
     def population(self) -> int:
+        """The number of enrolled users."""
         return self._store.size()
 
     def contributions(self, round: Round) -> Iterator[Contribution]:
-        """One for each worker, all at the end of the round. Cost: that of the users, whatever the population."""
+        """Train the users of this round and yield one sum per worker, all at the end of the round.
+
+        The cost grows with the users of the round and not with the population.
+
+        Args:
+            round: The users, the model and the clip norm of this round.
+
+        Returns:
+            An iterator over sums of clipped updates.
+
+        Raises:
+            ConfigError: If a worker cannot be started.
+            PrivateDataError: If the file of the users has changed since it was opened.
+        """
         require_unchanged(self._store)
         if not len(round.users):
             return
@@ -77,7 +115,7 @@ class Workers:
         yield from (Contribution(slot.fold.total.tensors, slot.asked) for slot in self._slots if slot.asked)
 
     def close(self) -> None:
-        """End the workers, and with them the shared memory."""
+        """End the workers and free the shared memory. A later round starts new ones."""
         _end_all(self._slots, os.getpid())
         self._job = None
 

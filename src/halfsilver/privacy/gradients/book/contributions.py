@@ -13,10 +13,10 @@ from halfsilver.privacy.gradients.base import Adding, at_least_float32, row_norm
 
 @dataclass(frozen=True)
 class SquaredNorms:
-    """Squared norm per example, in float64, and how much the computed value may be too small by rounding.
+    """Squared norm per example, in float64, and by how much rounding may have made it too small.
 
-    Where the sum adds up the terms of all rows, `steps` of a row, `terms` is the square of how long those of each row
-    are together, before they cancel.
+    Where the sum adds the terms of all rows, `steps` terms per row, `terms` is the square of the total length of each
+    row's terms before they cancel.
     """
 
     squared: Tensor
@@ -50,7 +50,7 @@ class Contribution(Protocol):
 
 
 def one_by_one(contribution: Contribution, weights: Tensor) -> Tensor:
-    """The weighted sum of rows that are multiplied out each by itself: their terms meet no terms of other rows."""
+    """The weighted sum of rows that are multiplied out one at a time, so that terms of different rows do not mix."""
     chosen = weights.nonzero().flatten().tolist()
     total = contribution.gradients(slice(0, 0), torch.float64).sum(0)
     for i in chosen:

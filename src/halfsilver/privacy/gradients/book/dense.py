@@ -1,4 +1,11 @@
-"""Linear layers, with or without a time axis, and embeddings."""
+"""Linear layers, with or without a time axis, and embeddings.
+
+References:
+    - Goodfellow 2015, Efficient Per-Example Gradient Computations, arXiv:1510.01799, for layers without a time axis:
+      the norm is |input| |output gradient|.
+    - Li, Tramer, Liang and Hashimoto 2022, Large Language Models Can Be Strong Differentially Private Learners,
+      arXiv:2110.05679, for a time axis and for embeddings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Layers that normalise within one example: LayerNorm, RMSNorm, GroupNorm."""
+"""Layers that normalise within one example: LayerNorm, RMSNorm, GroupNorm.
+
+With out = weight * z + bias and z the normalised input, the per-example gradients are sum g * z and sum g by the chain
+rule, over all positions that share a weight.
+"""
 
 from __future__ import annotations
 

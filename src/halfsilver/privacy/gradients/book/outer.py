@@ -1,8 +1,16 @@
 """Gradients that are sums over time of outer products: G_i = sum_t l_it r_it^T.
 
-This is what a linear layer, an embedding and the matrices of recurrent layers have in common. Norms come from the
-T x T Gram matrices of the factors, sum_st <l_s, l_t> <r_s, r_t>, and the weighted sum is one matrix product. Both are
-in float64: the terms of a row may be far longer than their sum, and float32 would round by their length.
+Linear layers, embeddings and the matrices of recurrent layers have this form. Norms come from the T x T Gram matrices
+of the factors, |G_i|^2 = sum_st <l_s, l_t> <r_s, r_t>, and the weighted sum is one matrix product. Both are in float64,
+because the terms of a row may be far longer than their sum, and float32 would round by their length.
+
+References:
+    - Li, Tramer, Liang and Hashimoto 2022, Large Language Models Can Be Strong Differentially Private Learners,
+      arXiv:2110.05679, for the norm by Gram matrices.
+    - Bu, Wang, Zha and Karypis 2023, Differentially Private Optimization on Large Model at Small Cost,
+      arXiv:2210.00038, for the weighted sum from the same factors.
+    - Bu, Mao and Xu 2022, Scalable and Efficient Training of Large Convolutional Neural Networks with Differential
+      Privacy, arXiv:2205.10683, for the choice per layer between Gram matrices and materialised gradients.
 """
 
 from __future__ import annotations

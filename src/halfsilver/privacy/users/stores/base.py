@@ -1,4 +1,4 @@
-"""Private users: where their rows are read, and the opaque handle under which they travel outside this folder."""
+"""Private users: where their rows are read, and the opaque handle that carries them outside this folder."""
 
 from __future__ import annotations
 
@@ -14,24 +14,49 @@ from halfsilver.privacy.schema import require_plain
 
 
 class UserStore(Protocol):
-    """The rows of each private user, inside the boundary.
+    """The interface to the rows of private users. Write your own to read another format.
 
-    Users are numbered from 0 and no person has two numbers: a second number would be a second contribution, which the
-    noise does not hide.
+    Users are numbered from 0, and no person may have two numbers. A second number would be a second contribution, which
+    the noise does not hide.
     """
 
     def size(self) -> int:
-        """Number of enrolled users."""
+        """The number of enrolled users.
+
+        Returns:
+            A count, at least 0.
+        """
 
     def rows(self, user: int, limit: int) -> Batch:
-        """At most `limit` rows of that user, read now; may be empty; a user whose rows raise contributes nothing."""
+        """Read the rows of one user now. A user whose rows raise an error contributes zero.
+
+        Args:
+            user: The user's number, from 0 to `size` - 1.
+            limit: The most rows to return, at least 1.
+
+        Returns:
+            At most `limit` rows, as a batch with one example per entry of dimension 0. It may be empty.
+        """
 
 
 @final
 class PrivateUsers:
-    """An opaque handle on private users: no length, no index, no iteration, and it prints nothing.
+    """An opaque handle on private users, which you give to an engine.
 
-    What a store holds or raises depends on private rows, so only `halfsilver.privacy` opens the handle.
+    It has no length, no index and no iterator, and its repr shows nothing. What a store holds or raises depends on
+    private rows, so only `halfsilver.privacy` opens the handle.
+
+    Args:
+        store: Where the rows are: `TensorUsers`, `JsonlUsers`, `SqliteUsers`, or any object with the methods of
+            `UserStore`.
+
+    Raises:
+        PrivateDataError: If `store` lacks ``size`` or ``rows``.
+
+    Example:
+        >>> import torch
+        >>> PrivateUsers(TensorUsers(torch.randn(4, 3), users=["ann", "ann", "bob", "eve"]))
+        PrivateUsers(<opaque>)
     """
 
     __slots__ = ("__store",)
@@ -53,7 +78,17 @@ class PrivateUsers:
         raise PrivateDataError("Private users cannot be pickled; open them where they lie.")
 
     def shares_rows_with(self, data: Any) -> bool:
-        """Whether `data`, which somebody calls public, holds rows of these users, as far as addresses show it."""
+        """Tell whether a data set that should be public holds rows of these users.
+
+        The check compares memory addresses. It finds views and slices of the same storage, and no copies. It applies to
+        users in memory; users in files share no memory with anything.
+
+        Args:
+            data: The data set in question.
+
+        Returns:
+            True if both share at least one row in memory.
+        """
         found: bool = getattr(self.__store, "shares_rows_with", lambda data: False)(data)
         return found
 
@@ -63,9 +98,22 @@ class PrivateUsers:
 
 @final
 class TensorUsers:
-    """Users in memory: columns with one row an example, and the key of the person behind each row.
+    """Users in memory: columns with one row per example, and the key of the person behind each row.
 
-    A user's rows keep their order. Users without a row do not exist here.
+    The rows of a user keep their order. Users without a row do not exist here.
+
+    Args:
+        columns: A tensor, or a tuple or dict of tensors, with one example per entry of dimension 0.
+        users: One key per row, as a sequence, a NumPy array or a tensor of one dimension. Keys are compared by value,
+            so two spellings of one name count as two people.
+
+    Raises:
+        PrivateDataError: If the number of keys differs from the number of rows, or if a key is missing.
+
+    Example:
+        >>> import torch
+        >>> TensorUsers(torch.randn(4, 3), users=["ann", "ann", "bob", "eve"]).size()
+        3
     """
 
     __slots__ = ("__columns", "__users")
@@ -81,19 +129,42 @@ class TensorUsers:
         return "TensorUsers(<opaque>)"
 
     def size(self) -> int:
+        """The number of users.
+
+        Returns:
+            The number of distinct keys.
+        """
         return self.__users.size()
 
     def shares_rows_with(self, data: Any) -> bool:
+        """Tell whether a data set that should be public holds rows of these users; see `PrivateUsers.shares_rows_with`.
+
+        Args:
+            data: The data set in question.
+
+        Returns:
+            True if both share at least one row in memory.
+        """
         return shares_rows(self.__columns, data)
 
     def rows(self, user: int, limit: int) -> Batch:
+        """The first rows of one user.
+
+        Args:
+            user: The user's number, from 0 to `size` - 1, in the order in which keys first occur or, for arrays, sort.
+            limit: The most rows to return, at least 1.
+
+        Returns:
+            At most `limit` rows.
+        """
         return take_rows(self.__columns, next(self.__users.rows(user, limit)))
 
 
 def require_unchanged(store: UserStore) -> None:
-    """Once a round, before any user is read: of a user an error would tell, of a file as a whole it may.
+    """Raise if the file of a store has changed. Engines call this once per round, before any user is read.
 
-    A store that lies in a file has its `UsersFile` as ``file``.
+    An error about a user would reveal something about that user. An error about the file as a whole may be raised. A
+    store that reads a file has its `UsersFile` as ``file``.
     """
     file = getattr(store, "file", None)
     if isinstance(file, UsersFile):
@@ -104,7 +175,8 @@ def require_unchanged(store: UserStore) -> None:
 class UsersFile:
     """A file whose users were numbered when it was opened.
 
-    Once it has changed, a number may be another person's, or one person may have two, so nothing more is read from it.
+    Once it has changed, a number may belong to another person, or one person may have two. So nothing more is read from
+    it.
     """
 
     __slots__ = ("_seen", "path")

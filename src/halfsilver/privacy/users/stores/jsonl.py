@@ -1,4 +1,4 @@
-"""Users in a file of JSON lines: indexed once, their rows read when they are drawn."""
+"""Users in a file of JSON lines, which is indexed once. Rows are read when their user is drawn."""
 
 from __future__ import annotations
 
@@ -19,14 +19,32 @@ Chosen = Callable[[str], bool]
 
 @final
 class JsonlUsers:
-    """Users of a JSON-lines file, one record a line, each with the name of its user in the field `user`.
+    """Users of a JSON-lines file with one record per line, each of which names its user.
 
-    Opening reads the file once and keeps the byte offsets of each user's lines, 16 bytes a line: no text, no name.
-    `encode` makes a user's rows of that user's records, in the order of the file, whenever the user is drawn.
-    `chosen` says by the name alone who belongs to this population; the others are not read again.
+    Opening reads the file once and keeps the byte offsets of each user's lines: 16 bytes per line, no text and no name.
 
-    A line that is not a JSON object with a name under `user` (a string that is not empty) belongs to nobody. Neither it
-    nor a user whose records `encode` cannot take raises anything at opening: an error would tell that it is there.
+    A line that is not a JSON object, or whose user is not a non-empty string, belongs to nobody. Neither such a line
+    nor a user whose records `encode` cannot take raises anything, because an error would reveal that it exists.
+
+    Args:
+        path: The file, in UTF-8.
+        encode: A function from the list of one user's records (dicts, in the order of the file) to a batch of rows. It
+            is called whenever the user is drawn.
+        user: The field that names the user. Default "user".
+        chosen: A function from a user's name to whether that user belongs to this population. Default None, which takes
+            everybody. Use it to split users into populations by name.
+
+    Raises:
+        PrivateDataError: If there is no such file, or when it changes after it was opened.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import torch
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "users.jsonl"
+        >>> size = file.write_text('{"user": "ann", "x": 1.0}' + chr(10) + '{"user": "bob", "x": 2.0}')
+        >>> store = JsonlUsers(file, encode=lambda records: torch.tensor([[r["x"]] for r in records]))
+        >>> store.size(), store.rows(1, 10)
+        (2, tensor([[2.]]))
     """
 
     __slots__ = ("__encode", "__index", "__user", "file")
@@ -39,9 +57,26 @@ class JsonlUsers:
         return "JsonlUsers(<opaque>)"
 
     def size(self) -> int:
+        """The number of users.
+
+        Returns:
+            The number of distinct names that were chosen.
+        """
         return self.__index.users
 
     def rows(self, user: int, limit: int) -> Batch:
+        """Read and encode the records of one user.
+
+        Args:
+            user: The user's number, from 0 to `size` - 1, in the order in which names first occur.
+            limit: The most rows to return, at least 1.
+
+        Returns:
+            At most `limit` rows of what `encode` returned.
+
+        Raises:
+            PrivateDataError: If the file has changed since it was opened.
+        """
         self.file.require_unchanged()
         with self.file.path.open("rb") as stream:
             lines = [_line(stream, start, size) for start, size in self.__index.lines(user)]

@@ -1,7 +1,7 @@
 """Users in an SQLite file, each read by an indexed lookup when drawn; among them TFF's StackOverflow file.
 
-Opening costs one pass over the table of users inside SQLite and keeps nothing of it but two numbers, or where users of
-several splits are mixed, eight bytes a user. What a read costs does not depend on how many users there are.
+Opening makes one pass over the table of users inside SQLite. It keeps two numbers or, where users of several splits are
+mixed, eight bytes per user. The cost of a read does not depend on the number of users.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ Encode = Callable[[list[Any]], Batch]
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """Where things are: a table with one line a user, a table with one line an example, and a split of both.
+    """The layout of an SQLite file: a table with one row per user, one with one row per example, and a split of both.
 
-    `key` is the column, in both tables, that names the user, `split` the one that names the split, and `value` the one
-    with what `encode` gets. Both tables need an index by `key`, alone or with `split`.
+    Both tables need an index by `key`, alone or with `split`. The defaults are those of TensorFlow Federated.
+
+    Args:
+        users: The table of users. Default "client_metadata".
+        examples: The table of examples. Default "examples".
+        key: The column, in both tables, that names the user. Default "client_id".
+        split: The column, in both tables, that names the split. Default "split_name".
+        value: The column of `examples` that `encode` gets. Default "serialized_example_proto".
     """
 
     users: str = "client_metadata"
@@ -38,7 +44,14 @@ class Tables:
     value: str = "serialized_example_proto"
 
     def sql(self, text: str) -> str:
-        """`text` with the names filled in, in quotes of the kind that never fall back to a string."""
+        """`text` with the names filled in, quoted so that SQLite never reads one as a string.
+
+        Args:
+            text: A statement with names such as ``{users}`` in braces.
+
+        Returns:
+            The statement.
+        """
         names = {name: "`" + str(value).replace("`", "``") + "`" for name, value in vars(self).items()}
         return text.format(**names)
 
@@ -53,12 +66,39 @@ _NOBODY = (None, "", b"")
 
 @final
 class SqliteUsers:
-    """Users of one split of an SQLite file; the file is opened read-only.
+    """Users of one split of an SQLite file, which is opened read-only.
 
-    `encode` makes a user's rows of the values that `tables` names, in the order in which they were stored. A user
-    that is listed twice is read under the first number only: a person counts once. Names are compared byte by byte,
-    and rows without a name (NULL or empty) are nobody's. Each process has a connection of its own, so the store may be
-    used after a fork.
+    A user that is listed twice is read under the first number only, so that a person counts once. Names are compared
+    byte by byte. Rows without a name (NULL or empty) belong to nobody. Each process has a connection of its own, so the
+    store may be used after a fork.
+
+    Args:
+        path: The SQLite file, without a write-ahead log.
+        encode: A function from the list of one user's values, in the order in which they were stored, to a batch of
+            rows.
+        split: Which split to read. Default "train".
+        tables: Names of tables and columns. Default None, which uses those of TensorFlow Federated.
+
+    Raises:
+        PrivateDataError: If there is no such file, if it cannot be read, if it has a write-ahead log, if an index by
+            user is missing, or when it changes after it was opened.
+
+    Example:
+        >>> import sqlite3, tempfile
+        >>> import torch
+        >>> path = tempfile.mkdtemp() + "/users.sqlite"
+        >>> db = sqlite3.connect(path)
+        >>> db = db.executescript('''
+        ...     CREATE TABLE people (name TEXT PRIMARY KEY, part TEXT);
+        ...     CREATE TABLE rows (name TEXT, part TEXT, x REAL);
+        ...     CREATE INDEX rows_by_name ON rows (name);
+        ...     INSERT INTO people VALUES ('ann', 'train');
+        ...     INSERT INTO rows VALUES ('ann', 'train', 1.5), ('ann', 'train', 2.5);
+        ... ''').connection.close()
+        >>> tables = Tables(users="people", examples="rows", key="name", split="part", value="x")
+        >>> store = SqliteUsers(path, encode=lambda values: torch.tensor(values), tables=tables)
+        >>> store.size(), store.rows(0, 10)
+        (1, tensor([1.5000, 2.5000]))
     """
 
     __slots__ = ("__connections", "__encode", "__rowids", "__split", "__tables", "file")
@@ -84,9 +124,26 @@ class SqliteUsers:
                 connection.close()
 
     def size(self) -> int:
+        """The number of users.
+
+        Returns:
+            The number of rows of the table of users in this split.
+        """
         return len(self.__rowids)
 
     def rows(self, user: int, limit: int) -> Batch:
+        """Read and encode the values of one user.
+
+        Args:
+            user: The user's number, from 0 to `size` - 1, in the order of the table.
+            limit: The most rows to return, at least 1.
+
+        Returns:
+            At most `limit` rows of what `encode` returned. Empty for a second entry of the same person.
+
+        Raises:
+            PrivateDataError: If the file has changed since it was opened, or cannot be read.
+        """
         self.file.require_unchanged()
         try:
             values = self._values(int(self.__rowids[user]), limit)
@@ -110,11 +167,23 @@ class SqliteUsers:
 
 
 def tff_users(path: Path | str, *, encode: Callable[[list[Example]], Batch], split: str = "train") -> SqliteUsers:
-    """Users of a file in TFF's SQLite format, such as its StackOverflow; `encode` gets the parsed tf.Examples.
+    """Users of a file in the SQLite format of TensorFlow Federated (TFF), such as its StackOverflow data set.
 
-    A StackOverflow example has the keys creation_date, score, tags, title, tokens and type, and its tokens are one
-    sentence. A user with an example that is not a tf.Example contributes nothing. The split "test" has, in part, the
-    same people as "train" at a later time.
+    An example of StackOverflow has the keys creation_date, score, tags, title, tokens and type, and its tokens are one
+    sentence. A user with an example that is not a tf.Example contributes zero.
+
+    Args:
+        path: The SQLite file.
+        encode: A function from the list of one user's examples to a batch of rows. An example is a dict from names to
+            lists of bytes, floats or integers.
+        split: Which split to read. Default "train". In StackOverflow, "test" has in part the same people as "train" at
+            a later time, so do not take both for different users.
+
+    Returns:
+        The store, to be wrapped by `PrivateUsers`.
+
+    Raises:
+        PrivateDataError: As for `SqliteUsers`.
     """
 
     def parsed(values: list[Any]) -> Batch:

@@ -26,7 +26,7 @@ class MalformedExample(HalfsilverError, ValueError):
 
 
 def parse_example(data: object) -> Example:
-    """The features by name. As protobuf has it, a name that comes twice has its last value."""
+    """The features by name. As in protobuf, the last value counts if a name occurs twice."""
     if not isinstance(data, bytes):  # a column of SQLite may hold anything
         raise MalformedExample
     found: Example = {}

@@ -32,8 +32,13 @@ def _numbers(products: Products) -> int:
 class Gram:
     """Norms as sum_st <g_s, g_t> <a_s, a_t> over positions s, t, and the sum as one weight gradient of weighted g.
 
-    In float64, for the terms of a row may be far longer than their sum.
-    <a_s, a_t> is the sum over taps of <x_(s + tap), x_(t + tap)>: blocks of one Gram matrix, that of the raw input.
+    Here a_s is the patch of the input that output position s sees. <a_s, a_t> is the sum over taps of <x_(s + tap),
+    x_(t + tap)>, which are blocks of one Gram matrix, that of the raw input. Both are in float64, because the terms of
+    a row may be far longer than their sum.
+
+    References:
+        - Bu, Mao and Xu 2022, Scalable and Efficient Training of Large Convolutional Neural Networks with Differential
+          Privacy, arXiv:2205.10683, for the norm from Gram matrices of patches.
     """
 
     def __init__(self, products: Products, examples: int, shape: Sequence[int]) -> None:
