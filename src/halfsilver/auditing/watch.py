@@ -17,7 +17,7 @@ from halfsilver._core.tensors import Batch, Tensors, batch_rows, take_rows
 from halfsilver.auditing.observe import Array
 from halfsilver.errors import ConfigError
 from halfsilver.mirror import Bregman, Chain, Clock, DualAveraging, Euclidean, FirstOrder, MirrorMap, Quadratic
-from halfsilver.mirror.maps import ClipReleased
+from halfsilver.mirror.base import ClipReleased
 from halfsilver.mirror.schedules import weight_at
 from halfsilver.privacy.schema import Schema
 

@@ -1,17 +1,17 @@
 """Mirror maps and the public loss: everything to the right of the noise."""
 
-from halfsilver.mirror.bregman import Bregman, DualAveraging
-from halfsilver.mirror.guard import FallBack
-from halfsilver.mirror.maps import (
+from halfsilver.mirror.base import (
     Chain,
     ClipReleased,
     Euclidean,
-    FirstOrder,
     MirrorMap,
     State,
     chain,
     clip_released,
 )
+from halfsilver.mirror.bregman import Bregman, DualAveraging
+from halfsilver.mirror.fall_back import FallBack
+from halfsilver.mirror.first_order import FirstOrder
 from halfsilver.mirror.pretrain import PretrainResult, pretrain
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.quadratic import Quadratic

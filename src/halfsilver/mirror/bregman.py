@@ -11,7 +11,7 @@ import torch
 from halfsilver._core.sharded import refuse_sharded
 from halfsilver._core.tensors import Tensors, axpy, flatten, unflatten
 from halfsilver.errors import ConfigError, require
-from halfsilver.mirror.maps import State, need_public
+from halfsilver.mirror.base import State, need_public
 from halfsilver.mirror.psi import ConvexPsi, SpectralPsi
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.schedules import Clock

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfsilver._core.sharded import refuse_sharded
 from halfsilver._core.tensors import Tensors, flatten, scale, unflatten
 from halfsilver.errors import ConfigError, ConvergenceError, require
-from halfsilver.mirror.maps import State, need_public
+from halfsilver.mirror.base import State, need_public
 from halfsilver.mirror.psi import is_quadratic, require_invertible
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.schedules import Clock

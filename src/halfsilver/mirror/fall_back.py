@@ -10,7 +10,8 @@ import torch
 
 from halfsilver._core.tensors import Tensors, dot, lerp, norm
 from halfsilver.errors import require
-from halfsilver.mirror.maps import FirstOrder, State
+from halfsilver.mirror.base import State
+from halfsilver.mirror.first_order import FirstOrder
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.schedules import Clock, weight_at
 

@@ -6,15 +6,15 @@ parameters and the public loss, and returns the direction that the optimizer tak
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import ClassVar, Protocol, final
 
 from torch import Tensor
 
-from halfsilver._core.tensors import Tensors, lerp, norm, scale
+from halfsilver._core.tensors import Tensors, norm, scale
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.public import PublicLoss
-from halfsilver.mirror.schedules import Clock, Constant, Cosine, Schedule, weight_at
+from halfsilver.mirror.schedules import Clock
 
 State = dict[str, Tensor]
 
@@ -84,52 +84,6 @@ class Euclidean:
 
 @final
 @dataclass(frozen=True)
-class FirstOrder:
-    """alpha * released + (1 - alpha) * grad Psi: mirror descent to first order, for networks.
-
-    The noise is inside alpha. The public gradient is that of the public batch of the step, clipped to
-    `public_max_norm` if given; where alpha is 1 it is never asked for.
-    """
-
-    alpha: float | Schedule
-    _: KW_ONLY
-    public_max_norm: float | None = None
-    persistent: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self) -> None:
-        if not callable(self.alpha):
-            require(0 <= self.alpha <= 1, "alpha", self.alpha, "in [0, 1]")
-        limit = self.public_max_norm
-        require(limit is None or limit > 0, "public_max_norm", limit, "above 0, or None")
-
-    def init(self, *, params: Tensors, public: PublicLoss | None) -> State:
-        if self.alpha not in (1, Constant(1.0), Cosine(end=1.0)):
-            need_public(public, self)  # now, not after the first private step
-        return {}
-
-    def direction(
-        self,
-        released: Tensors,
-        state: State,
-        *,
-        params: Tensors,
-        public: PublicLoss | None,
-        clock: Clock,
-        lr: float,
-    ) -> tuple[Tensors, State]:
-        alpha = weight_at(self.alpha, clock)
-        if alpha == 1.0:
-            return released, state
-        return lerp(alpha, released, self.public_gradient(params, public, clock)), state
-
-    def public_gradient(self, params: Tensors, public: PublicLoss | None, clock: Clock) -> Tensors:
-        """What this step mixes in: the gradient of the public batch of the step, clipped if asked for."""
-        gradient = need_public(public, self).gradient(params, step=clock.step)
-        return gradient if self.public_max_norm is None else clip_norm(gradient, self.public_max_norm)
-
-
-@final
-@dataclass(frozen=True)
 class ClipReleased:
     """Scales the released gradient to a norm of at most `max_norm`."""
 
@@ -191,7 +145,7 @@ class Chain:
 def chain(*maps: MirrorMap) -> Chain:
     """Apply `maps` in order, each to the output of the one before.
 
-    >>> chain(clip_released(1.0), FirstOrder(0.9)).maps[0]
+    >>> chain(clip_released(1.0), Euclidean()).maps[0]
     ClipReleased(max_norm=1.0)
     """
     return Chain(maps)
