@@ -6,7 +6,7 @@ import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from halfsilver.cli import app as cli
 from halfsilver.cli import audit as cli_audit
 from halfsilver.errors import ConfigError
 from halfsilver.federated import LocalTraining
-from halfsilver.mirror import MirrorMap
+from halfsilver.mirror import MirrorMap, Stateless, Step
 
 # Levels at which no run of all tests is likely ever to be wrong by chance.
 SURE: dict[str, Any] = {"alpha": 1e-8, "confidence": 1 - 1e-8}
@@ -100,13 +100,8 @@ def test_users_who_train_themselves() -> None:
 
 
 @dataclass(frozen=True)
-class Sign:
-    persistent: ClassVar[tuple[str, ...]] = ()
-
-    def init(self, **_: Any) -> dict[str, Tensor]:
-        return {}
-
-    def direction(self, released: Any, state: Any, **_: Any) -> Any:
+class Sign(Stateless):
+    def direction(self, released: Any, state: Any, step: Step) -> Any:
         return [g.sign() for g in released], state
 
 

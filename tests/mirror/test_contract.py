@@ -22,6 +22,7 @@ from halfsilver.mirror import (
     MirrorMap,
     PublicLoss,
     Quadratic,
+    Step,
     chain,
     clip_released,
     cosine,
@@ -76,8 +77,8 @@ def test_direction_is_pure_and_fits_the_parameters(
     state = mirror.init(params=params, public=public)
     before = copies(params), copies(gradient), copies(list(state.values())), list(state)
 
-    first, after = mirror.direction(gradient, state, params=params, public=public, clock=clock, lr=0.1)
-    again, _ = mirror.direction(gradient, state, params=params, public=public, clock=clock, lr=0.1)
+    first, after = mirror.direction(gradient, state, Step(params=params, public=public, clock=clock, lr=0.1))
+    again, _ = mirror.direction(gradient, state, Step(params=params, public=public, clock=clock, lr=0.1))
 
     assert equal(first, again)
     assert equal(params, before[0])
@@ -99,12 +100,12 @@ def test_persistent_state_is_all_that_a_checkpoint_needs(
     params, gradient = trainable(public.model), released(public)
     state = mirror.init(params=params, public=public)
     assert set(mirror.persistent) <= set(state)
-    _, state = mirror.direction(gradient, state, params=params, public=public, clock=clock, lr=0.1)
+    _, state = mirror.direction(gradient, state, Step(params=params, public=public, clock=clock, lr=0.1))
     saved = {name: state[name].clone() for name in mirror.persistent}
     resumed = mirror.init(params=params, public=public) | saved
 
-    straight, _ = mirror.direction(gradient, state, params=params, public=public, clock=clock, lr=0.2)
-    restored, _ = mirror.direction(gradient, resumed, params=params, public=public, clock=clock, lr=0.2)
+    straight, _ = mirror.direction(gradient, state, Step(params=params, public=public, clock=clock, lr=0.2))
+    restored, _ = mirror.direction(gradient, resumed, Step(params=params, public=public, clock=clock, lr=0.2))
     assert equal(straight, restored)
 
 
@@ -120,7 +121,7 @@ def test_exact_maps_rest_at_the_optimum_when_nothing_is_released(
             p -= step.reshape(p.shape)
     zero = [torch.zeros_like(p) for p in params]
     state = mirror.init(params=params, public=public)
-    direction, _ = mirror.direction(zero, state, params=params, public=public, clock=clock, lr=0.1)
+    direction, _ = mirror.direction(zero, state, Step(params=params, public=public, clock=clock, lr=0.1))
     assert norm(direction) < 1e-8
 
 
@@ -131,5 +132,5 @@ def test_a_learning_rate_of_zero_is_harmless(
     public = least_squares()
     params = trainable(public.model)
     state = mirror.init(params=params, public=public)
-    direction, _ = mirror.direction(released(public), state, params=params, public=public, clock=clock, lr=0.0)
+    direction, _ = mirror.direction(released(public), state, Step(params=params, public=public, clock=clock, lr=0.0))
     assert all(bool(d.isfinite().all()) for d in direction)

@@ -6,6 +6,8 @@ from halfsilver.mirror.base import (
     Euclidean,
     MirrorMap,
     State,
+    Stateless,
+    Step,
     chain,
     clip_released,
 )
@@ -39,6 +41,8 @@ __all__ = [
     "Quadratic",
     "Schedule",
     "State",
+    "Stateless",
+    "Step",
     "chain",
     "clip_released",
     "constant",

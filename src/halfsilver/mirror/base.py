@@ -6,8 +6,11 @@ parameters and the public loss, and returns the direction that the optimizer tak
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, final
+from functools import partial
+from typing import Any, ClassVar, Protocol, cast, final
 
 from torch import Tensor
 
@@ -17,6 +20,16 @@ from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.schedules import Clock
 
 State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a map is told about one step besides the released gradient; later versions may add fields."""
+
+    params: Tensors
+    public: PublicLoss | None
+    clock: Clock
+    lr: float
 
 
 class MirrorMap(Protocol):
@@ -31,16 +44,7 @@ class MirrorMap(Protocol):
 
     def init(self, *, params: Tensors, public: PublicLoss | None) -> State: ...
 
-    def direction(
-        self,
-        released: Tensors,
-        state: State,
-        *,
-        params: Tensors,
-        public: PublicLoss | None,
-        clock: Clock,
-        lr: float,
-    ) -> tuple[Tensors, State]: ...
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]: ...
 
 
 def need_public(public: PublicLoss | None, mirror: object) -> PublicLoss:
@@ -59,53 +63,35 @@ def clip_norm(tensors: Tensors, max_norm: float) -> Tensors:
     return tensors if size <= max_norm else scale(tensors, max_norm / size)
 
 
-@final
-@dataclass(frozen=True)
-class Euclidean:
-    """The identity: plain DP-SGD."""
+class Stateless:
+    """For maps that remember nothing from step to step."""
 
     persistent: ClassVar[tuple[str, ...]] = ()
 
     def init(self, *, params: Tensors, public: PublicLoss | None) -> State:
         return {}
 
-    def direction(
-        self,
-        released: Tensors,
-        state: State,
-        *,
-        params: Tensors,
-        public: PublicLoss | None,
-        clock: Clock,
-        lr: float,
-    ) -> tuple[Tensors, State]:
+
+@final
+@dataclass(frozen=True)
+class Euclidean(Stateless):
+    """The identity: plain DP-SGD."""
+
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
         return released, state
 
 
 @final
 @dataclass(frozen=True)
-class ClipReleased:
+class ClipReleased(Stateless):
     """Scales the released gradient to a norm of at most `max_norm`."""
 
     max_norm: float
-    persistent: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         require(self.max_norm > 0, "max_norm", self.max_norm, "above 0")
 
-    def init(self, *, params: Tensors, public: PublicLoss | None) -> State:
-        return {}
-
-    def direction(
-        self,
-        released: Tensors,
-        state: State,
-        *,
-        params: Tensors,
-        public: PublicLoss | None,
-        clock: Clock,
-        lr: float,
-    ) -> tuple[Tensors, State]:
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
         return clip_norm(released, self.max_norm), state
 
 
@@ -116,6 +102,9 @@ class Chain:
 
     maps: tuple[MirrorMap, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "maps", tuple(map(partial(as_map, stacklevel=5), self.maps)))
+
     @property
     def persistent(self) -> tuple[str, ...]:
         return tuple(f"{i}.{name}" for i, m in enumerate(self.maps) for name in m.persistent)
@@ -124,22 +113,17 @@ class Chain:
         states = (m.init(params=params, public=public) for m in self.maps)
         return {f"{i}.{name}": t for i, state in enumerate(states) for name, t in state.items()}
 
-    def direction(
-        self,
-        released: Tensors,
-        state: State,
-        *,
-        params: Tensors,
-        public: PublicLoss | None,
-        clock: Clock,
-        lr: float,
-    ) -> tuple[Tensors, State]:
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
         after: State = {}
         for i, m in enumerate(self.maps):
-            own = {name.removeprefix(f"{i}."): t for name, t in state.items() if name.startswith(f"{i}.")}
-            released, own = m.direction(released, own, params=params, public=public, clock=clock, lr=lr)
-            after |= {f"{i}.{name}": t for name, t in own.items()}
+            released, part = m.direction(released, _part(state, i), step)
+            after |= {f"{i}.{name}": t for name, t in part.items()}
         return released, after
+
+
+def _part(state: State, i: int) -> State:
+    """The state of map `i` of a chain, under the names that the map gave it."""
+    return {name.removeprefix(f"{i}."): t for name, t in state.items() if name.startswith(f"{i}.")}
 
 
 def chain(*maps: MirrorMap) -> Chain:
@@ -154,3 +138,65 @@ def chain(*maps: MirrorMap) -> Chain:
 def clip_released(max_norm: float) -> ClipReleased:
     """Clip the released gradient once more, as the paper does for images: free post-processing."""
     return ClipReleased(max_norm)
+
+
+# ---- maps that were written for version 0.1
+
+_EARLIER = ("params", "public", "clock", "lr")
+
+
+def as_map(mirror: Any, *, stacklevel: int = 3) -> MirrorMap:
+    """`mirror` as the trainer calls it; called once, wherever the library is given a map.
+
+    Up to version 0.1 `direction` took params, public, clock and lr as keyword arguments. A map with that signature
+    works until version 0.3 and sets off a `DeprecationWarning`.
+
+    Raises:
+        ConfigError: If `direction` can be called neither as it is now nor as it was.
+    """
+    call = inspect.signature(mirror.direction)
+    if _takes(call, 3):
+        return cast(MirrorMap, mirror)
+    name = type(mirror).__name__
+    if not _takes(call, 2, *_EARLIER):
+        raise ConfigError(
+            f"Expected {name}.direction(released, state, step), got {name}.direction{call}. The parameters, the public "
+            "loss, the clock and the learning rate are step.params, step.public, step.clock and step.lr."
+        )
+    warnings.warn(
+        f"{name}.direction{call} is the signature of version 0.1, which goes in version 0.3. Write "
+        "direction(self, released, state, step) and read step.params, step.public, step.clock and step.lr.",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )
+    return _Earlier(mirror)
+
+
+def _takes(call: inspect.Signature, positional: int, *keywords: str) -> bool:
+    try:
+        call.bind(*[None] * positional, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
+@final
+class _Earlier:
+    """A map with the keyword arguments of version 0.1, called with a `Step`."""
+
+    def __init__(self, mirror: Any) -> None:
+        self._mirror = mirror
+
+    def __repr__(self) -> str:
+        return repr(self._mirror)  # run folders name the map, and those of before must open
+
+    @property
+    def persistent(self) -> tuple[str, ...]:
+        return tuple(self._mirror.persistent)
+
+    def init(self, *, params: Tensors, public: PublicLoss | None) -> State:
+        return cast(State, self._mirror.init(params=params, public=public))
+
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
+        options = {name: getattr(step, name) for name in _EARLIER}
+        return cast("tuple[Tensors, State]", self._mirror.direction(released, state, **options))

@@ -10,10 +10,10 @@ import torch
 
 from halfsilver._core.tensors import Tensors, dot, lerp, norm
 from halfsilver.errors import require
-from halfsilver.mirror.base import State
+from halfsilver.mirror.base import State, Step
 from halfsilver.mirror.first_order import FirstOrder
 from halfsilver.mirror.public import PublicLoss
-from halfsilver.mirror.schedules import Clock, weight_at
+from halfsilver.mirror.schedules import weight_at
 
 
 @final
@@ -51,20 +51,11 @@ class FallBack:
         start = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
         return {"evidence": start.to(params[0].device) if params else start}
 
-    def direction(
-        self,
-        released: Tensors,
-        state: State,
-        *,
-        params: Tensors,
-        public: PublicLoss | None,
-        clock: Clock,
-        lr: float,
-    ) -> tuple[Tensors, State]:
-        alpha = weight_at(self.mirror.alpha, clock)
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
+        alpha = weight_at(self.mirror.alpha, step.clock)
         if alpha == 1.0:
             return released, state
-        gradient = self.mirror.public_gradient(params, public, clock)
+        gradient = self.mirror.public_gradient(step)
         length = norm(gradient)
         if not math.isfinite(length):
             return released, state

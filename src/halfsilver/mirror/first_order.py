@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, final
+from typing import final
 
 from halfsilver._core.tensors import Tensors, lerp
 from halfsilver.errors import require
-from halfsilver.mirror.base import State, clip_norm, need_public
+from halfsilver.mirror.base import State, Stateless, Step, clip_norm, need_public
 from halfsilver.mirror.public import PublicLoss
-from halfsilver.mirror.schedules import Clock, Constant, Cosine, Schedule, weight_at
+from halfsilver.mirror.schedules import Constant, Cosine, Schedule, weight_at
 
 
 @final
 @dataclass(frozen=True)
-class FirstOrder:
+class FirstOrder(Stateless):
     """alpha * released + (1 - alpha) * grad Psi: mirror descent to first order, for networks.
 
     The noise is inside alpha. The public gradient is that of the public batch of the step, clipped to
@@ -24,7 +24,6 @@ class FirstOrder:
     alpha: float | Schedule
     _: KW_ONLY
     public_max_norm: float | None = None
-    persistent: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if not callable(self.alpha):
@@ -37,22 +36,13 @@ class FirstOrder:
             need_public(public, self)  # now, not after the first private step
         return {}
 
-    def direction(
-        self,
-        released: Tensors,
-        state: State,
-        *,
-        params: Tensors,
-        public: PublicLoss | None,
-        clock: Clock,
-        lr: float,
-    ) -> tuple[Tensors, State]:
-        alpha = weight_at(self.alpha, clock)
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
+        alpha = weight_at(self.alpha, step.clock)
         if alpha == 1.0:
             return released, state
-        return lerp(alpha, released, self.public_gradient(params, public, clock)), state
+        return lerp(alpha, released, self.public_gradient(step)), state
 
-    def public_gradient(self, params: Tensors, public: PublicLoss | None, clock: Clock) -> Tensors:
+    def public_gradient(self, step: Step) -> Tensors:
         """What this step mixes in: the gradient of the public batch of the step, clipped if asked for."""
-        gradient = need_public(public, self).gradient(params, step=clock.step)
+        gradient = need_public(step.public, self).gradient(step.params, step=step.clock.step)
         return gradient if self.public_max_norm is None else clip_norm(gradient, self.public_max_norm)
