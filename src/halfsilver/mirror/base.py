@@ -32,6 +32,18 @@ class Step:
     lr: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """What a direction is made of where the public loss is separable: private * released + public * public gradient.
+
+    `elementwise` says that a number of the direction depends on no other number of the released gradient.
+    """
+
+    private: float
+    public: float = 0.0
+    elementwise: bool = False
+
+
 class MirrorMap(Protocol):
     """One way to use public data; every method of the library is a value of this protocol.
 
@@ -59,8 +71,14 @@ def need_public(public: PublicLoss | None, mirror: object) -> PublicLoss:
 
 def clip_norm(tensors: Tensors, max_norm: float) -> Tensors:
     """`tensors` scaled to a norm of at most `max_norm`; the very same list where it is within already."""
+    factor = clip_factor(tensors, max_norm)
+    return tensors if factor == 1.0 else scale(tensors, factor)
+
+
+def clip_factor(tensors: Tensors, max_norm: float) -> float:
+    """What `clip_norm` multiplies `tensors` by; a norm that is NaN stays one."""
     size = norm(tensors)
-    return tensors if size <= max_norm else scale(tensors, max_norm / size)
+    return 1.0 if size <= max_norm else max_norm / size
 
 
 class Stateless:
@@ -80,6 +98,9 @@ class Euclidean(Stateless):
     def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
         return released, state
 
+    def mixture(self, released: Tensors, state: State, step: Step, *, curvature: float) -> Mixture:
+        return Mixture(private=1.0, elementwise=True)
+
 
 @final
 @dataclass(frozen=True)
@@ -93,6 +114,9 @@ class ClipReleased(Stateless):
 
     def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
         return clip_norm(released, self.max_norm), state
+
+    def mixture(self, released: Tensors, state: State, step: Step, *, curvature: float) -> Mixture:
+        return Mixture(private=clip_factor(released, self.max_norm))
 
 
 @final
@@ -119,6 +143,31 @@ class Chain:
             released, part = m.direction(released, _part(state, i), step)
             after |= {f"{i}.{name}": t for name, t in part.items()}
         return released, after
+
+    def mixture(self, released: Tensors, state: State, step: Step, *, curvature: float) -> Mixture | str:
+        total = Mixture(private=1.0, elementwise=True)
+        for i, m in enumerate(self.maps):
+            one = mixture_of(m, released, _part(state, i), step, curvature=curvature)
+            if isinstance(one, str):
+                return one
+            total = Mixture(
+                private=one.private * total.private,
+                public=one.private * total.public + one.public,
+                elementwise=one.elementwise and total.elementwise,
+            )
+            if i + 1 < len(self.maps):
+                released, _ = m.direction(released, _part(state, i), step)
+        return total
+
+
+def mixture_of(mirror: MirrorMap, released: Tensors, state: State, step: Step, *, curvature: float) -> Mixture | str:
+    """What `mirror` says of a step, or why it cannot say: in words that go into an audit's report."""
+    if not hasattr(mirror, "mixture"):
+        return f"{mirror!r} has no method `mixture`"
+    mix: Mixture | str = mirror.mixture(released, state, step, curvature=curvature)
+    if isinstance(mix, Mixture) and mix.private == 0:
+        return f"{mirror!r} lets nothing through that was released in step {step.clock.step}"
+    return mix
 
 
 def _part(state: State, i: int) -> State:

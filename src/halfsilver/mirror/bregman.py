@@ -11,7 +11,7 @@ import torch
 from halfsilver._core.sharded import refuse_sharded
 from halfsilver._core.tensors import Tensors, axpy, flatten, unflatten
 from halfsilver.errors import ConfigError, require
-from halfsilver.mirror.base import State, Step, need_public
+from halfsilver.mirror.base import Mixture, State, Step, need_public
 from halfsilver.mirror.psi import ConvexPsi, SpectralPsi
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.sets import ConstraintSet
@@ -45,6 +45,11 @@ class _ExactStep:
             return {}
         psi = SpectralPsi.of(public, params, self.damping)
         return {"values": psi.values, "vectors": psi.vectors, "linear": psi.linear}
+
+    def mixture(self, released: Tensors, state: State, step: Step, *, curvature: float) -> Mixture | str:
+        if self.constraint is not None:
+            return f"{self!r} projects onto a set, which mixes all coordinates"
+        return Mixture(private=1 / (curvature + self.damping))
 
     def _psi(self, state: State, public: PublicLoss | None) -> SpectralPsi | ConvexPsi:
         if self.quadratic:

@@ -10,7 +10,7 @@ import torch
 
 from halfsilver._core.tensors import Tensors, dot, lerp, norm
 from halfsilver.errors import require
-from halfsilver.mirror.base import State, Step
+from halfsilver.mirror.base import Mixture, State, Step
 from halfsilver.mirror.first_order import FirstOrder
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.schedules import weight_at
@@ -62,6 +62,13 @@ class FallBack:
         evidence = self._weigh(dot(released, gradient) / length if length else 0.0, *state["evidence"].tolist())
         after = {"evidence": state["evidence"].new_tensor(evidence)}
         return lerp(alpha + (1 - evidence[2]) * (1 - alpha), released, gradient), after
+
+    def mixture(self, released: Tensors, state: State, step: Step, *, curvature: float) -> Mixture:
+        direction, after = self.direction(released, state, step)
+        if direction is released:  # alpha is 1, or the public gradient is not finite
+            return Mixture(private=1.0)
+        one, trust = self.mirror.mixture(released, state, step, curvature=curvature), float(after["evidence"][2])
+        return Mixture(private=1 - trust * (1 - one.private), public=trust * one.public)
 
     def _weigh(self, projection: float, total: float, squares: float, trust: float) -> tuple[float, float, float]:
         """The evidence with one more projection."""

@@ -7,7 +7,7 @@ from typing import final
 
 from halfsilver._core.tensors import Tensors, lerp
 from halfsilver.errors import require
-from halfsilver.mirror.base import State, Stateless, Step, clip_norm, need_public
+from halfsilver.mirror.base import Mixture, State, Stateless, Step, clip_factor, clip_norm, need_public
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.schedules import Constant, Cosine, Schedule, weight_at
 
@@ -41,6 +41,16 @@ class FirstOrder(Stateless):
         if alpha == 1.0:
             return released, state
         return lerp(alpha, released, self.public_gradient(step)), state
+
+    def mixture(self, released: Tensors, state: State, step: Step, *, curvature: float) -> Mixture:
+        alpha = weight_at(self.alpha, step.clock)
+        return Mixture(private=alpha, public=(1 - alpha) * self._clip_factor(step), elementwise=True)
+
+    def _clip_factor(self, step: Step) -> float:
+        if self.public_max_norm is None:
+            return 1.0
+        gradient = need_public(step.public, self).gradient(step.params, step=step.clock.step)
+        return clip_factor(gradient, self.public_max_norm)
 
     def public_gradient(self, step: Step) -> Tensors:
         """What this step mixes in: the gradient of the public batch of the step, clipped if asked for."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfsilver._core.sharded import refuse_sharded
 from halfsilver._core.tensors import Tensors, flatten, scale, unflatten
 from halfsilver.errors import ConfigError, ConvergenceError, require
-from halfsilver.mirror.base import State, Stateless, Step, need_public
+from halfsilver.mirror.base import Mixture, State, Stateless, Step, need_public
 from halfsilver.mirror.psi import is_quadratic, require_invertible
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.solvers import (
@@ -67,6 +67,14 @@ class Quadratic(Stateless):
         solved = self._solve(self._operator(step.params, step.public), doubles(released))
         scaled = scale(solved, float(state["scale"]))
         return [x.to(p.dtype) for x, p in zip(scaled, step.params, strict=True)], state
+
+    def mixture(self, released: Tensors, state: State, step: Step, *, curvature: float) -> Mixture | str:
+        if self.hessian is not None:
+            return f"{self!r} was given a Hessian, whose entries for the audit's parameters are unknown"
+        if self.normalize and "factor" in state:
+            return f"{self!r} is scaled by an eigenvalue that it does not keep; audit it with normalize=False"
+        scale = float(state["scale"]) if "scale" in state else 1.0
+        return Mixture(private=scale / (curvature + self.damping))
 
     def _factor(self, params: Tensors, public: PublicLoss | None) -> State:
         hessian = self.hessian if self.hessian is not None else need_public(public, self).hessian(params)
