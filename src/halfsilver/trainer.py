@@ -20,7 +20,8 @@ from halfsilver._core.random import own_randomness
 from halfsilver._core.sharded import local, replicated, reshard, unwrapped, whole_model
 from halfsilver._core.tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.errors import BudgetExceeded, ConfigError, PrivateDataError, require
-from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, PublicLoss, pretrain
+from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, PublicLoss, Step, pretrain
+from halfsilver.mirror.base import as_map
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
 from halfsilver.privacy.gradients import Speed
@@ -180,6 +181,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._check_kinds()
+        self.mirror = as_map(self.mirror, stacklevel=4)
         self.model = unwrapped(self.model)
         reshard(self.model)
         if self.device is not None:
@@ -318,9 +320,8 @@ class Trainer:
                         raise
                     return "budget"
                 lr = float(self.optimizer.param_groups[0]["lr"])
-                direction, state.mirror = self.mirror.direction(
-                    released, state.mirror, params=params, public=psi, clock=self._clock(), lr=lr
-                )
+                step = Step(params=params, public=psi, clock=self._clock(), lr=lr)
+                direction, state.mirror = self.mirror.direction(released, state.mirror, step)
                 self._update(params, direction)  # theta_{t+1}
                 state.step += 1
                 self._report(session, lr, norm(released), test(state.step))
