@@ -37,13 +37,13 @@ from torch import Tensor, nn
 
 import halfsilver as hs
 from halfsilver import theory
-from halfsilver.mirror import Bregman, Clock, Euclidean, GradientBall, Intersection, L2Ball, MirrorMap, Quadratic
+from halfsilver.mirror import Bregman, Clock, Euclidean, GradientBall, Intersection, L2Ball, MirrorMap, Quadratic, Step
 from halfsilver.privacy.entropy import UnsafeSeed
 from halfsilver.privacy.gradients.base import ClippedSum
 from halfsilver.privacy.noise import add_noise
 
 Row = dict[str, Any]
-Step = Callable[[Tensor, Tensor], Tensor]  # (parameters, released mean gradient) -> parameters
+Update = Callable[[Tensor, Tensor], Tensor]  # (parameters, released mean gradient) -> parameters
 
 EXPONENTS = [1.5, 1.75, 2.0, 2.25, 2.5]
 METHODS = ("public", "cold", "warm", "pda", "pda+set")
@@ -66,13 +66,13 @@ def public_loss(features: Tensor, targets: Tensor) -> hs.PublicLoss:
     return hs.PublicLoss(nn.Linear(features.shape[1], 1, bias=False).double(), loss_fn, (features, targets))
 
 
-def step_of(mirror: MirrorMap, public: hs.PublicLoss, start: Tensor, lr: float) -> Step:
+def step_of(mirror: MirrorMap, public: hs.PublicLoss, start: Tensor, lr: float) -> Update:
     """One step of plain SGD on the direction of `mirror`; its state is made here, once."""
     state = mirror.init(params=[start[None]], public=public)
 
     def step(theta: Tensor, released: Tensor) -> Tensor:
         params, gradient = [theta[None]], [released[None]]
-        direction, _ = mirror.direction(gradient, state, params=params, public=public, clock=CLOCK, lr=lr)
+        direction, _ = mirror.direction(gradient, state, Step(params=params, public=public, clock=CLOCK, lr=lr))
         return theta - lr * direction[0][0]
 
     return step
@@ -168,7 +168,7 @@ class Problem:
         return float(0.5 * (spectrum(len(theta)) * (theta - self.truth) ** 2).sum())
 
 
-def train(step: Step, start: Tensor, data: tuple[Tensor, Tensor], noise: float, seed: int) -> Tensor:
+def train(step: Update, start: Tensor, data: tuple[Tensor, Tensor], noise: float, seed: int) -> Tensor:
     """The average iterate of `STEPS` full-batch steps on gradients clipped to norm 1."""
     (x, y), entropy = data, UnsafeSeed(seed)
     norms, theta, total = x.norm(dim=1), start, torch.zeros_like(start)
@@ -181,7 +181,7 @@ def train(step: Step, start: Tensor, data: tuple[Tensor, Tensor], noise: float, 
     return total / STEPS
 
 
-def descent(lr: float) -> Step:
+def descent(lr: float) -> Update:
     """DP-SGD on the ball C_0, with lr in units of one over the largest eigenvalue."""
 
     def step(theta: Tensor, released: Tensor) -> Tensor:
@@ -217,9 +217,7 @@ def trial(problem: Problem, n_pub: int, rates: list[float], noise: float, seed: 
 def study(trials: int, rates: list[float], exponents: list[float], epsilon: float) -> list[Row]:
     """Mean excess risk over trials and its standard error, for each n_pub, method and learning rate."""
     n_priv, sizes = DIM**3, {c: round(DIM**c) for c in exponents}
-    plan = hs.PrivacyPlan.calibrate(
-        epsilon=epsilon, delta=DELTA, steps=STEPS, sampling_rate=1.0, expected_batch_size=n_priv
-    )
+    plan = hs.PrivacyPlan.calibrate(epsilon=epsilon, delta=DELTA, population=n_priv, batch_size=n_priv, steps=STEPS)
     found: dict[tuple[float, str, float | None], list[Row]] = {}
     for seed in range(trials):
         problem = Problem.draw(DIM, n_priv, max(sizes.values()), seed)

@@ -114,7 +114,7 @@ def test_nothing_in_the_package_opens_a_connection() -> None:
     ],
 )
 def test_a_crossing_is_seen_however_it_is_written(line: str) -> None:
-    assert list(crossings(ast.parse(line), "halfsilver.mirror.maps"))
+    assert list(crossings(ast.parse(line), "halfsilver.mirror.base"))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_crossing_is_seen_however_it_is_written(line: str) -> None:
     ],
 )
 def test_what_stays_on_its_side_is_allowed(line: str) -> None:
-    assert not list(crossings(ast.parse(line), "halfsilver.mirror.maps"))
+    assert not list(crossings(ast.parse(line), "halfsilver.mirror.base"))
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def same_rows(folder: Path, name: str) -> None:
 
 
 def calibrated(**changes: Any) -> hs.PrivacyPlan:
-    asked = {"epsilon": 1.0, "delta": 1e-5, "steps": 3, "sampling_rate": 0.1, "expected_batch_size": 40}
+    asked = {"epsilon": 1.0, "delta": 1e-5, "steps": 3, "population": 400, "batch_size": 40}
     return hs.PrivacyPlan.calibrate(**{**asked, **changes})
 
 

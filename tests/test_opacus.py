@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import halfsilver as hs
 from halfsilver._core.tensors import Tensors, flatten, trainable
 from halfsilver.errors import CheckpointCorrupt, ConfigError, MissingExtra
-from halfsilver.mirror import DualAveraging, MirrorMap
+from halfsilver.mirror import DualAveraging, MirrorMap, Step
 from halfsilver.opacus import MirrorHandle, attach_mirror
 from halfsilver.privacy.gradients.hooks import quiet
 from halfsilver.privacy.mechanism import PrivateGradient
@@ -224,7 +224,7 @@ def test_maps_that_need_curvature_see_the_plain_model(mode: str, wrap: bool, mir
     psi, params = hs.PublicLoss(twin, squared, rows(30, 1)), trainable(twin)
     clock = hs.mirror.Clock(step=0, total_steps=1)
     state = mirror.init(params=params, public=psi)
-    direction, _ = mirror.direction(released[0], state, params=params, public=psi, clock=clock, lr=0.5)
+    direction, _ = mirror.direction(released[0], state, Step(params=params, public=psi, clock=clock, lr=0.5))
     assert torch.equal(loop.weights, flatten(params).detach() - 0.5 * flatten(direction))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from halfsilver.errors import ConfigError
-from halfsilver.mirror import Bregman, Clock, Euclidean, MirrorMap, PublicLoss, Quadratic
+from halfsilver.mirror import Bregman, Clock, Euclidean, MirrorMap, PublicLoss, Quadratic, Step
 from halfsilver.privacy.entropy import UnsafeSeed
 from halfsilver.privacy.gradients.base import ClippedSum
 from halfsilver.privacy.noise import add_noise
@@ -146,7 +146,7 @@ def measured(kind: type) -> np.ndarray:
     state = mirror.init(params=theta, public=public)
 
     def after(released: Tensor) -> Tensor:
-        step, _ = mirror.direction([released], state, params=theta, public=public, clock=clock, lr=LR)
+        step, _ = mirror.direction([released], state, Step(params=theta, public=public, clock=clock, lr=LR))
         return (theta[0] - LR * step[0])[0]
 
     total = ClippedSum([torch.full((DRAWS, DIM), 3.0).double()], 1.0)  # any gradient: the theorem fixes one

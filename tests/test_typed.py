@@ -26,7 +26,7 @@ def test_right_types_pass(tmp_path: Path) -> None:
     rows: Batch = (torch.randn(40, 3), torch.arange(40) % 2)
     public: Batch = (torch.randn(10, 3), torch.arange(10) % 2)
     model = nn.Linear(3, 2)
-    plan = hs.PrivacyPlan.calibrate(epsilon=2, delta=1e-3, steps=2, sampling_rate=0.5, expected_batch_size=20)
+    plan = hs.PrivacyPlan.calibrate(epsilon=2, delta=1e-3, population=40, batch_size=20, epochs=1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = hs.Trainer(
         model, loss_fn, optimizer=sgd, plan=plan, mirror=hs.FirstOrder(hs.cosine(end=0.9)), progress=False
@@ -39,7 +39,7 @@ def test_right_types_pass(tmp_path: Path) -> None:
 def test_wrong_types_do_not() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises((hs.HalfsilverError, TypeError)):
-        hs.PrivacyPlan.calibrate(epsilon="2", delta=1e-3, steps=2, sampling_rate=0.5, expected_batch_size=20)  # type: ignore[arg-type]
+        hs.PrivacyPlan.calibrate(epsilon="2", delta=1e-3, population=40, batch_size=20, epochs=1)  # type: ignore[arg-type]
     with pytest.raises((hs.HalfsilverError, TypeError)):
         hs.FirstOrder("0.9")  # type: ignore[arg-type]
     with pytest.raises((hs.HalfsilverError, TypeError)):

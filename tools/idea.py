@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 import halfsilver as hs
-from halfsilver.mirror import Clock
+from halfsilver.mirror import Clock, Step
 from halfsilver.report.plots import COLOURS, INK, saved, style
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "idea.svg"
@@ -50,7 +50,7 @@ def case(rng: np.random.Generator) -> Case:
     x, y = _rows(rng, 2000)
     public = _rows(rng, 30)
     plan = hs.PrivacyPlan.calibrate(
-        epsilon=0.5, delta=1e-5, steps=STEPS, sampling_rate=RATE, expected_batch_size=BATCH, max_grad_norm=CLIP
+        epsilon=0.5, delta=1e-5, steps=STEPS, population=BATCH / RATE, batch_size=BATCH, max_grad_norm=CLIP
     )
     noise = plan.noise_multiplier * CLIP / BATCH
     start = np.linalg.lstsq(*public, rcond=None)[0].astype(np.float64)
@@ -72,7 +72,7 @@ def _mirror(x: Floats, y: Floats) -> Floats:
     quadratic = hs.Quadratic()
     state = quadratic.init(params=params, public=psi)
     turned = [
-        quadratic.direction([unit[None]], state, params=params, public=psi, clock=clock, lr=1.0)[0][0][0]
+        quadratic.direction([unit[None]], state, Step(params=params, public=psi, clock=clock, lr=1.0))[0][0][0]
         for unit in torch.eye(2, dtype=torch.float64)
     ]
     return torch.stack(turned, 1).numpy()

@@ -1,7 +1,7 @@
 """The results table of the README, the page docs/results.md and its figures, from the committed studies.
 
-`python -m tools.table` writes them; `--check` writes nothing, shows what differs and exits with 1. Studies are
-benchmarks/results/studies/TASK-epsE[-NAME].json, each the summary.json of a study as it came out.
+`python -m tools.table` writes them. `--check` writes nothing, shows what differs and exits with 1. Each study is a file
+benchmarks/results/studies/TASK-epsE[-NAME].json, an unchanged copy of the study's summary.json.
 """
 
 from __future__ import annotations
@@ -48,12 +48,16 @@ class Study:
         return verdict(self.summary["runs"])
 
     @property
+    def task(self) -> str:
+        """The task's name in headings."""
+        return str(TITLES.get(self.summary["task"], self.summary["task"]))
+
+    @property
     def title(self) -> str:
         """Task, and the rest of the file's name."""
         match = _NAME.fullmatch(self.stem)
         name = match["name"] if match else None
-        task = TITLES.get(self.summary["task"], self.summary["task"])
-        return f"{task} ({name.replace('-', ' ')})" if name else task
+        return f"{self.task} ({name.replace('-', ' ')})" if name else self.task
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -162,10 +166,10 @@ def load(folder: Path) -> list[Study]:
         match = _NAME.fullmatch(file.stem)
         named = (study.summary["task"], "{:g}".format(study.summary["epsilon"] or math.nan))
         if study.summary["quick"]:
-            raise SystemExit(f"{file} is a quick study, too short to publish: take it out, or run it without --quick.")
+            raise SystemExit(f"{file} is a quick study, too short to publish. Remove it, or run it without --quick.")
         if match is None or (match["task"], match["epsilon"]) != named:
             raise SystemExit(
-                f"{file} holds {named[0]} at epsilon {named[1]}: name it {named[0]}-eps{named[1]}[-NAME].json."
+                f"{file} holds {named[0]} at epsilon {named[1]}, so name it {named[0]}-eps{named[1]}[-NAME].json."
             )
         found.append(study)
     return sorted(found, key=lambda study: study.order)
@@ -202,7 +206,10 @@ def short_table(studies: Sequence[Study]) -> str:
         last = [study.change(MIRROR, "loss"), study.paper(), study.all_seeds()]
         rows.append([*study.about(), *map(study.short, METHODS), *last])
     stamps = sorted({part for study in studies for part in study.stamps.split("; ") if part})
-    note = "Test accuracy / test loss, means over seeds; *pda - warm*: paired difference, with its 95 % t-interval."
+    note = (
+        "Cells show test accuracy / test loss, as means over seeds.\n"
+        "*pda - warm* is the paired difference with its 95 % t-interval."
+    )
     return (
         f"{_markdown(rows)}\n\n{note} {''.join(f'*{stamp}*. ' for stamp in stamps)}More in [Results](docs/results.md)."
     )
@@ -229,8 +236,10 @@ def results_page(studies: Sequence[Study], drawn: Mapping[Study, Mapping[str, Pi
         + "\n".join(f'<img src="pictures/studies/{name}" width="49%" alt="{one.alt}">' for name, one in made.items())
         for study, made in drawn.items()
     ]
-    parts = [full_table(studies), "## Verdicts", verdicts, "## Paired differences", difference_table(studies)]
-    return "\n\n".join([*parts, "## Curves", *curves])
+    tasks = dict.fromkeys(study.task for study in studies)
+    tables = [f"### {name}, all methods\n\n{full_table(s for s in studies if s.task == name)}" for name in tasks]
+    parts = [*tables, "## Verdicts", verdicts, "## Paired differences", difference_table(studies)]
+    return "\n\n".join(["## All methods", *parts, "## Curves", *curves])
 
 
 def wanted(root: Path) -> dict[Path, str]:
@@ -249,7 +258,9 @@ def between(page: Path, text: str) -> str:
     """The page with `text` between its markers."""
     found = page.read_text(encoding="utf-8")
     if found.count(BEGIN) != 1 or found.count(END) != 1 or found.index(BEGIN) > found.index(END):
-        raise SystemExit(f"{page} needs the line {BEGIN}, once, and below it {END}: the table goes between them.")
+        raise SystemExit(
+            f"{page} needs the line {BEGIN} once, and {END} once below it, because the table goes between them."
+        )
     start, end = found.index(BEGIN) + len(BEGIN), found.index(END)
     return f"{found[:start]}\n\n{text}\n\n{found[end:]}"
 
@@ -264,7 +275,7 @@ def differences(root: Path, files: Mapping[Path, str]) -> Iterator[str]:
     for path, text in files.items():
         name, found = str(path.relative_to(root)), path.read_text(encoding="utf-8") if path.exists() else ""
         if found != text and path.suffix == ".svg":
-            yield f"{name} {'is not what the studies give' if found else 'is missing'}"
+            yield f"{name} {'differs from what the studies give' if found else 'is missing'}"
         elif found != text:
             yield from difflib.unified_diff(
                 found.splitlines(), text.splitlines(), name, f"{name} (wanted)", lineterm=""
@@ -274,15 +285,13 @@ def differences(root: Path, files: Mapping[Path, str]) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.table", description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if a file is not as it should be"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing, and exit with 1 if a file is out of date")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
     options = parser.parse_args(argv)
     files = wanted(options.root)
     if options.check:
         lines = list(differences(options.root, files))
-        print("\n".join(lines) or "README, docs and figures are as the studies have it.")
+        print("\n".join(lines) or "README, docs and figures match the studies.")
         if lines:
             print("Run: python -m tools.table", file=sys.stderr)
         return 1 if lines else 0

@@ -203,8 +203,8 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             epsilon=self.epsilon,
             delta=self.delta,
             steps=self.steps + counting,
-            sampling_rate=1.0,
-            expected_batch_size=1.0,
+            population=1,
+            batch_size=1,
         )
         sigma = paid.noise_multiplier
         rows = self.n_private or noisy_count(

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from halfsilver._core.tensors import Tensors, trainable
 from halfsilver.errors import CheckpointCorrupt, ConfigError, MissingExtra, require
-from halfsilver.mirror import Clock, MirrorMap, PublicLoss, State
+from halfsilver.mirror import Clock, MirrorMap, PublicLoss, State, Step
+from halfsilver.mirror.base import as_map
 
 
 def attach_mirror(
@@ -72,7 +73,7 @@ def attach_mirror(
     require(total_steps is None or total_steps >= 1, "total_steps", total_steps, "at least 1 or None")
     require(steps_per_epoch is None or steps_per_epoch > 0, "steps_per_epoch", steps_per_epoch, "above 0 or None")
     length = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    return MirrorHandle(inner, mirror, None if public is None else _bare(public), length)
+    return MirrorHandle(inner, as_map(mirror), None if public is None else _bare(public), length)
 
 
 @final
@@ -143,7 +144,8 @@ class MirrorHandle:
     def _direction(self, released: Tensors, params: Tensors, *, step: int) -> tuple[Tensors, State]:
         clock, lr = _Clock(step=step, **self._length), float(self._optimizer.param_groups[0]["lr"])
         with _hooks_off(self._public):
-            return self._mirror.direction(released, self._state, params=params, public=self._public, clock=clock, lr=lr)
+            now = Step(params=params, public=self._public, clock=clock, lr=lr)
+            return self._mirror.direction(released, self._state, now)
 
     def _params(self) -> Tensors:
         """The parameters in the order of the public loss. All must be the optimizer's: only those have noise."""

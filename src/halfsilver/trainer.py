@@ -20,7 +20,8 @@ from halfsilver._core.random import own_randomness
 from halfsilver._core.sharded import local, replicated, reshard, unwrapped, whole_model
 from halfsilver._core.tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.errors import BudgetExceeded, ConfigError, PrivateDataError, require
-from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, PublicLoss, pretrain
+from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, PublicLoss, Step, pretrain
+from halfsilver.mirror.base import as_map
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
 from halfsilver.privacy.gradients import Speed
@@ -43,7 +44,15 @@ _PROBE_ROWS = 64  # public rows on which the model is tried before any private o
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a callback is told after each update: released values and public constants only."""
+    """What a callback is told after each update: released values and public constants only.
+
+    Args:
+        step: Number of updates so far, from 1.
+        total_steps: Number of updates in the plan.
+        lr: Learning rate of the first parameter group in this update.
+        released_norm: Euclidean norm of the released (noisy) gradient.
+        metrics: Loss and metrics on `test` where this step evaluates, else empty.
+    """
 
     step: int
     total_steps: int
@@ -58,10 +67,16 @@ Tester = Callable[[int], dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended. The model that it was given holds the trained weights.
+    """How a run ended. The model that `Trainer` was given holds the trained weights.
 
-    `stopped` is "finished", "budget" if steps of the plan were left that the ledger did not grant, or "diverged" if the
-    weights became NaN or infinite: the run ends there, because further steps would be spent for nothing.
+    Args:
+        plan: The plan of the run.
+        run_dir: The run folder, which `halfsilver report` and `halfsilver verify` take.
+        updates: Number of updates that the weights have had.
+        stopped: "finished"; "budget" if the ledger did not grant the remaining steps; or "diverged" if the weights
+            became NaN or infinite, where the run ends because further steps would be spent for nothing.
+        statement: The privacy statement, as in statement.json.
+        history: The lines of metrics.jsonl.
     """
 
     plan: PrivacyPlan
@@ -71,31 +86,77 @@ class RunResult:
     statement: Mapping[str, Any]
     history: Sequence[Mapping[str, Any]]
 
-    def epsilon(self, delta: float) -> float:
-        """Epsilon of all planned steps of this run alone: the number to publish."""
-        return self.plan.epsilon(delta)
+    def epsilon(self, delta: float | None = None) -> float:
+        """Epsilon of all planned steps of this run alone, by PLD: the number to publish.
+
+        Args:
+            delta: In (0, 1) (default: the delta of the statement).
+        """
+        return self.plan.epsilon(float(self.statement["delta"]) if delta is None else delta)
 
 
 @dataclass(eq=False)
 class Trainer:
-    """Trains `model` on private data, with public data as the mirror.
+    """Trains a PyTorch model on private data under differential privacy, with help from public data.
+
+    Each step clips the gradient of every sampled private record, sums, adds Gaussian noise, divides by the declared
+    batch size, and hands the result to `mirror`, which combines it with the public loss. Any torch optimizer takes the
+    step from there. With ``mirror=Euclidean()`` this is DP-SGD (Abadi et al. 2016); with `FirstOrder` it is PDA-DPMD
+    (Amid et al. 2022).
 
     Guarantee: what `fit` leaves in the model and in its run folder is (epsilon, delta)-DP with the figures of the run's
     statement, whenever and however often the process was killed. `pretrain` and `mirror` see public data and released
     gradients only.
 
-    `loss_fn(model, batch)` returns one loss per example, and so does each of `metrics`. `optimizer` is any torch
-    optimizer over the model's parameters; `scheduler` steps after each update. `average` is None, "uniform" or the
-    decay of an exponential average; if set, `fit` ends with the averaged weights in the model. `unsafe_seed` fixes
-    noise and sampling for a test, which ends the guarantee and is stamped into the statement.
+    Under ``torchrun``, after ``torch.distributed.init_process_group``, `fit` trains over the processes of the default
+    group. Each process gets the same data and computes its own share of the private records. All processes hold the
+    same weights, or their shards of them after ``fully_shard``. Rank 0 writes ledger and run folder; callbacks run on
+    every rank. ``DistributedDataParallel`` is not needed, and is unwrapped where it is given.
 
-    A private example that is also in the public data, label and all, contributes nothing. ``skip_public_copies=False``
-    is for rows so short that strangers have the same one; neither setting changes the guarantee.
+    Args:
+        model: The model. Layers that mix or remember records (batch norm in training mode, say) are refused.
+        loss_fn: ``loss_fn(model, batch)`` returns one loss per example of the batch.
+        optimizer: A torch optimizer that holds exactly the trainable parameters of `model`.
+        plan: How often the private data are used, and with how much noise. See `PrivacyPlan.calibrate`.
+        mirror: How public data enter the step (default: `Euclidean()`, not at all).
+        public_loss_fn: The loss on public rows, where these differ in form from private ones (default: `loss_fn`).
+        public_batch_size: Public rows per step, at least 1 (default: all of them). Set it if there are many.
+        scheduler: A learning-rate scheduler of `optimizer`; it steps after each update.
+        average: None, "uniform", or the decay in (0, 1) of an exponential average of the iterates. If set, `fit` ends
+            with the averaged weights in the model. Averages reduce the effect of the noise and cost no privacy.
+        metrics: Further per-example figures of `evaluate`, by name; each has the form of `loss_fn`.
+        callbacks: Functions that receive a `StepReport` after each update.
+        speed: Backend, micro-batches and precision. No value can weaken the guarantee.
+        device: Where to train (default: where the model is).
+        metrics_not_private: Allow metrics of private rows. They are *not* private, and the statement says so.
+        skip_public_copies: Whether a private example that equals a public one, label included, contributes nothing
+            (default: yes). Set it to False for rows so short that different people share them. The guarantee holds
+            either way.
+        unsafe_seed: Fixes noise and sampling for a test. This ends the guarantee, and the statement says so.
+        progress: Show a progress bar with time left and epsilon spent (default: on a terminal only).
+        checkpoint_seconds: Seconds between two checkpoints, at least 0.
 
-    Under ``torchrun``, once ``torch.distributed.init_process_group`` has been called, `fit` trains over the processes
-    of the default group: each is given the same data and computes on its own share of the private records, and all
-    hold the same weights, or their shards of them after ``fully_shard``. Rank 0 writes ledger and run folder; callbacks
-    run on every rank. ``DistributedDataParallel`` is not needed, and taken off where it is.
+    Raises:
+        ConfigError: The optimizer holds other parameters than the model, or an argument has the wrong kind.
+
+    References:
+        Abadi et al. (2016), Deep Learning with Differential Privacy, arXiv:1607.00133.
+        Amid et al. (2022), Public Data-Assisted Mirror Descent for Private Model Training, arXiv:2112.00193.
+
+    >>> import tempfile, torch, halfsilver as hs
+    >>> x = torch.randn(400, 3)
+    >>> rows = (x, x.sum(1))
+    >>> model = torch.nn.Linear(3, 1)
+    >>> trainer = hs.Trainer(
+    ...     model,
+    ...     lambda model, batch: (model(batch[0])[:, 0] - batch[1]) ** 2,
+    ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     plan=hs.PrivacyPlan.calibrate(epsilon=2, delta=1e-4, population=400, batch_size=40, epochs=1),
+    ... )
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     result = trainer.fit(rows, run_dir=folder)
+    >>> result.stopped, result.updates, result.epsilon() <= 2
+    ('finished', 10, True)
     """
 
     model: torch.nn.Module
@@ -120,6 +181,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._check_kinds()
+        self.mirror = as_map(self.mirror, stacklevel=4)
         self.model = unwrapped(self.model)
         reshard(self.model)
         if self.device is not None:
@@ -149,7 +211,15 @@ class Trainer:
             raise ConfigError("Expected the scheduler to be made for the optimizer that the Trainer is given.")
 
     def pretrain(self, public: Any, **options: Any) -> PretrainResult:
-        """theta_0 = argmin Psi on public data; options as in `halfsilver.mirror.pretrain`."""
+        """Train the model on public data alone, with early stopping: the start of the private run.
+
+        Args:
+            public: Public rows, as tensors or a data set.
+            options: Keyword arguments of `halfsilver.mirror.pretrain`.
+
+        Returns:
+            Losses by epoch, and the best one.
+        """
         self._require_public("the rows of pretrain", public)
         reshard(self.model)
         self._world.spread(replicated(self.model))
@@ -167,18 +237,32 @@ class Trainer:
         test_every: int | None = None,
         check_usable: bool = False,
     ) -> RunResult:
-        """Run the plan on `private`, or go on with the run that lies in `run_dir`; a finished one is only loaded.
+        """Train on `private` as the plan says, or resume the run in `run_dir`. A finished run is only loaded.
 
-        `private` is a data set, tensors or `PrivateData`; nothing outside `halfsilver.privacy` reads it. Or it is an
-        `Engine`, behind which users train by themselves. `public` is a data set, or a `PublicLoss` of this model.
-        `ledger` is the data set's own ledger where several runs share it (default: one in the run folder). `delta` is
-        that of the statement (default: 1e-5, or a tenth of one over the declared population where that is less; on
-        resuming, what the run began with). `test` must be public data unless ``metrics_not_private=True``; it is
-        evaluated at the end and, with `test_every`, at the start and after every so many steps.
+        An unusable private record contributes zero silently, because an error would reveal that it exists. The same
+        holds for a data set in which no record can be used; `check_usable` finds that out, for a price.
 
-        A private record that cannot be used contributes nothing, silently, and so does a data set in which none can.
-        With `check_usable`, one step that the plan has to spare counts, with the plan's noise, how many records of a
-        batch can be used, before the first step. Fewer than half of the declared ones are a `PrivateDataError`.
+        Args:
+            private: A data set, tensors or `PrivateData`, which nothing outside `halfsilver.privacy` reads; or an
+                `Engine`, behind which users train by themselves.
+            public: Public rows as a data set or tensors, a `PublicLoss` of this model, or None where `mirror` needs
+                none.
+            run_dir: The run folder. It receives checkpoint, metrics, ledger and statement.
+            ledger: The ledger of the private data set, where several runs share one (default: in the run folder).
+            delta: The delta of the statement, at most 1 / population (default: the plan's; for a plan without one,
+                1e-5 or 0.1 / population, whichever is less). A resumed run keeps its own.
+            test: Public test rows, evaluated at the end.
+            test_every: Also evaluate at the start and after every so many steps.
+            check_usable: Before the first step, count with the plan's noise how many records of a batch can be used.
+                The count takes one of the plan's `spare_steps`.
+
+        Returns:
+            How the run ended. The trained weights are in the model.
+
+        Raises:
+            ConfigError: An argument is wrong, or private rows were given where public ones belong.
+            BudgetExceeded: The ledger's budget does not allow the first step.
+            PrivateDataError: `check_usable` counts fewer than half of the declared records.
         """
         private = private if isinstance(private, PrivateData | Engine) else PrivateData(private)
         self._refuse_private(private, public, test)
@@ -236,9 +320,8 @@ class Trainer:
                         raise
                     return "budget"
                 lr = float(self.optimizer.param_groups[0]["lr"])
-                direction, state.mirror = self.mirror.direction(
-                    released, state.mirror, params=params, public=psi, clock=self._clock(), lr=lr
-                )
+                step = Step(params=params, public=psi, clock=self._clock(), lr=lr)
+                direction, state.mirror = self.mirror.direction(released, state.mirror, step)
                 self._update(params, direction)  # theta_{t+1}
                 state.step += 1
                 self._report(session, lr, norm(released), test(state.step))
@@ -268,8 +351,15 @@ class Trainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics on `data`, in eval mode, with averaged weights if there are any.
 
-        `data` must be public. A `PrivateData` handle is refused unless ``metrics_not_private=True``, and so are rows
-        that share memory with those that the trainer was fitted to.
+        Args:
+            data: Public rows. Private ones, and rows that share memory with them, are refused unless
+                ``metrics_not_private=True``.
+
+        Returns:
+            "loss" and each of `metrics`, as means over the rows.
+
+        Raises:
+            ConfigError: `data` are private.
         """
         allowed = self.metrics_not_private and self._said  # later than `fit`, its statement would not say so
         if not allowed and not isinstance(data, PrivateData):
@@ -292,6 +382,11 @@ class Trainer:
         return pack(self._state, self.model, self.optimizer, self.scheduler, self.mirror)
 
     def load_state_dict(self, parts: Parts) -> None:
+        """Restore what `state_dict` returned.
+
+        Args:
+            parts: Tensors and JSON.
+        """
         unpack(*parts, self._state, self.model, self.optimizer, self.scheduler)
 
     def _require_public(self, name: str, data: Any) -> None:

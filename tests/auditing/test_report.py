@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import halfsilver as hs
-from halfsilver.auditing import AuditReport, Kind
+from halfsilver.auditing import NOT_PROVED, AuditReport, Kind
 from halfsilver.auditing.bank import Layout
 from halfsilver.auditing.loops import LOOPS
 from halfsilver.cli import app as cli
 from halfsilver.cli import audit as cli_audit
 from halfsilver.errors import ConfigError
 from halfsilver.federated import LocalTraining
-from halfsilver.mirror import MirrorMap
+from halfsilver.mirror import MirrorMap, Mixture, Stateless, Step
+from halfsilver.privacy import noise, releases
 
 # Levels at which no run of all tests is likely ever to be wrong by chance.
 SURE: dict[str, Any] = {"alpha": 1e-8, "confidence": 1 - 1e-8}
@@ -100,27 +101,66 @@ def test_users_who_train_themselves() -> None:
 
 
 @dataclass(frozen=True)
-class Sign:
-    persistent: ClassVar[tuple[str, ...]] = ()
-
-    def init(self, **_: Any) -> dict[str, Tensor]:
-        return {}
-
-    def direction(self, released: Any, state: Any, **_: Any) -> Any:
+class Sign(Stateless):
+    def direction(self, released: Any, state: Any, step: Step) -> Any:
         return [g.sign() for g in released], state
 
 
-@pytest.mark.parametrize(
-    ("mirror", "data", "word"),
-    [
-        (Sign(), rows(20), "Euclidean"),
-        (hs.chain(hs.FirstOrder(0.5), hs.clip_released(1.0)), rows(20), "Euclidean"),
-        (None, hs.PrivateData(rows(20)), "in the clear"),
-    ],
-)
-def test_what_cannot_be_audited_is_refused(mirror: Any, data: Any, word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        hs.audit(trainer(mirror), data, rows(10), **SMALL)
+@dataclass(frozen=True)
+class Doubled(Stateless):
+    """A user's map that offers what the audit needs."""
+
+    def direction(self, released: Any, state: Any, step: Step) -> Any:
+        return [2 * g for g in released], state
+
+    def mixture(self, released: Any, state: Any, step: Step, *, curvature: float) -> Mixture:
+        return Mixture(private=2.0, elementwise=True)
+
+
+@dataclass(frozen=True)
+class Leaking(Sign):
+    """A map that reaches for what changes from step to step on the private side."""
+
+    channel: list[int] = field(default_factory=list)
+
+    def direction(self, released: Any, state: Any, step: Step) -> Any:
+        self.channel.append(1)
+        return [g.sign() + len(self.channel) for g in released], state
+
+
+MAPS: dict[str, tuple[MirrorMap, str]] = {
+    "fall back": (hs.FallBack(hs.FirstOrder(0.5)), ""),
+    "fall back, clipped": (hs.FallBack(hs.FirstOrder(hs.cosine(end=0.3), public_max_norm=0.1)), ""),
+    "clip last": (hs.chain(hs.FirstOrder(0.5), hs.clip_released(0.1)), ""),
+    "a user's": (hs.chain(Doubled(), hs.FallBack(hs.FirstOrder(0.5))), ""),
+    "a user's that says nothing": (hs.chain(Sign(), hs.FirstOrder(0.5)), "Sign() has no method `mixture`"),
+    "nothing gets through": (hs.FirstOrder(0.0), "lets nothing through"),
+}
+
+
+@pytest.mark.parametrize(("mirror", "why"), MAPS.values(), ids=MAPS)
+def test_every_map_can_be_audited_or_says_why_not(mirror: MirrorMap, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent on the mechanism as it is, and not with half its noise or twice its clip norm."""
+    report = hs.audit(trainer(mirror), rows(60), rows(20), **{**SMALL, "canaries": 200, "steps": 10})
+    assert report.alarms == []
+    assert why in report.observation.unread
+    assert bool(why) == bool(report.observation.unread) == (len(report.not_proved) > len(NOT_PROVED))
+    assert report.to_dict()["not_proved"] == list(report.not_proved)
+
+    noisy = noise.noisy_mean
+    monkeypatch.setattr(releases, "noisy_mean", lambda s, sigma, *a, **k: noisy(s, sigma / 2, *a, **k))
+    broken = hs.audit(trainer(mirror), rows(60), rows(20), **{**SMALL, "canaries": 200, "steps": 10})
+    assert {"A", "B"} <= {f.instrument for f in broken.alarms}
+
+
+def test_a_direction_that_depends_on_more_than_was_released_is_found() -> None:
+    report = hs.audit(trainer(Leaking()), rows(60), rows(20), **SMALL)
+    assert [(f.instrument, f.test) for f in report.alarms] == [("C", "directions that change when computed again")]
+
+
+def test_private_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match="in the clear"):
+        hs.audit(trainer(), hs.PrivateData(rows(20)), rows(10), **SMALL)
 
 
 def test_the_layout_of_the_bank() -> None:

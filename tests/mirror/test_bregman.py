@@ -21,6 +21,7 @@ from halfsilver.mirror import (
     MirrorMap,
     PublicLoss,
     Quadratic,
+    Step,
 )
 
 MakePublic = Callable[..., PublicLoss]
@@ -32,7 +33,7 @@ def after_sgd(mirror: MirrorMap, released: list[Tensor], public: PublicLoss, lr:
     """The parameters to which plain SGD goes along the direction of `mirror`."""
     params = [p.detach() for p in trainable(public.model)]
     state = mirror.init(params=params, public=public)
-    direction, _ = mirror.direction(released, state, params=params, public=public, clock=CLOCK, lr=lr)
+    direction, _ = mirror.direction(released, state, Step(params=params, public=public, clock=CLOCK, lr=lr))
     return axpy(-lr, direction, params)
 
 
@@ -118,9 +119,9 @@ def test_dual_averaging_without_a_set_is_bregman(
     state = averaging.init(params=lazy, public=public)
     for step, lr in enumerate([0.3, 0.2, 0.5, 0.1]):
         gradient = released(public, seed=step)
-        d, _ = bregman.direction(gradient, {}, params=eager, public=public, clock=CLOCK, lr=lr)
+        d, _ = bregman.direction(gradient, {}, Step(params=eager, public=public, clock=CLOCK, lr=lr))
         eager = axpy(-lr, d, eager)
-        d, state = averaging.direction(gradient, state, params=lazy, public=public, clock=CLOCK, lr=lr)
+        d, state = averaging.direction(gradient, state, Step(params=lazy, public=public, clock=CLOCK, lr=lr))
         lazy = axpy(-lr, d, lazy)
         assert distance(eager, lazy) < 1e-8
 
@@ -158,7 +159,7 @@ def test_dual_averaging_against_scipy(
     state = mirror.init(params=params, public=public)
     for step in range(3):
         gradient = released(public, seed=step)
-        d, state = mirror.direction(gradient, state, params=params, public=public, clock=CLOCK, lr=0.2)
+        d, state = mirror.direction(gradient, state, Step(params=params, public=public, clock=CLOCK, lr=0.2))
         params = axpy(-0.2, d, params)
     dual = 0.2 * sum(flatten(released(public, seed=step)) for step in range(3))
     assert isinstance(dual, Tensor)

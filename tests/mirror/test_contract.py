@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfsilver._core.tensors import norm, trainable
 from halfsilver.mirror import (
@@ -22,10 +22,14 @@ from halfsilver.mirror import (
     MirrorMap,
     PublicLoss,
     Quadratic,
+    State,
+    Stateless,
+    Step,
     chain,
     clip_released,
     cosine,
 )
+from halfsilver.mirror.base import mixture_of
 
 MakePublic = Callable[..., PublicLoss]
 Released = Callable[[PublicLoss], list[Tensor]]
@@ -76,8 +80,8 @@ def test_direction_is_pure_and_fits_the_parameters(
     state = mirror.init(params=params, public=public)
     before = copies(params), copies(gradient), copies(list(state.values())), list(state)
 
-    first, after = mirror.direction(gradient, state, params=params, public=public, clock=clock, lr=0.1)
-    again, _ = mirror.direction(gradient, state, params=params, public=public, clock=clock, lr=0.1)
+    first, after = mirror.direction(gradient, state, Step(params=params, public=public, clock=clock, lr=0.1))
+    again, _ = mirror.direction(gradient, state, Step(params=params, public=public, clock=clock, lr=0.1))
 
     assert equal(first, again)
     assert equal(params, before[0])
@@ -99,13 +103,73 @@ def test_persistent_state_is_all_that_a_checkpoint_needs(
     params, gradient = trainable(public.model), released(public)
     state = mirror.init(params=params, public=public)
     assert set(mirror.persistent) <= set(state)
-    _, state = mirror.direction(gradient, state, params=params, public=public, clock=clock, lr=0.1)
+    _, state = mirror.direction(gradient, state, Step(params=params, public=public, clock=clock, lr=0.1))
     saved = {name: state[name].clone() for name in mirror.persistent}
     resumed = mirror.init(params=params, public=public) | saved
 
-    straight, _ = mirror.direction(gradient, state, params=params, public=public, clock=clock, lr=0.2)
-    restored, _ = mirror.direction(gradient, resumed, params=params, public=public, clock=clock, lr=0.2)
+    straight, _ = mirror.direction(gradient, state, Step(params=params, public=public, clock=clock, lr=0.2))
+    restored, _ = mirror.direction(gradient, resumed, Step(params=params, public=public, clock=clock, lr=0.2))
     assert equal(straight, restored)
+
+
+CURVATURE = 2.0
+UNREADABLE = ("quadratic", "quadratic-damped", "chain-nested")  # with "given", "ball" and "intersection" in a name too
+
+
+class Numbers(nn.Module):
+    def __init__(self, numbers: Tensor) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(numbers)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return batch + CURVATURE / 2 * self.numbers.square().sum()
+
+
+def separable(numbers: Tensor) -> PublicLoss:
+    """A public loss of CURVATURE / 2 times the sum of squares, as the audit has it beside a model."""
+    return PublicLoss(Numbers(numbers), lambda model, batch: model(batch), torch.zeros(4, dtype=numbers.dtype))
+
+
+@pytest.mark.parametrize(("name", "mirror"), MAPS.items(), ids=MAPS)
+def test_a_map_says_what_its_direction_is_made_of_or_why_it_cannot(name: str, mirror: MirrorMap, clock: Clock) -> None:
+    """Over two steps from 0, where a run of the audit starts; the audit inverts this formula."""
+    theta, state, lr = torch.zeros(8, dtype=torch.float64), None, 0.1
+    for seed in range(2):
+        public = separable(theta)
+        params, gradient = (
+            trainable(public.model),
+            [torch.randn(8, generator=torch.Generator().manual_seed(seed)).double()],
+        )
+        state = state or mirror.init(params=params, public=public)
+        step = Step(params=params, public=public, clock=clock, lr=lr)
+        mix = mixture_of(mirror, gradient, state, step, curvature=CURVATURE)
+        direction, after = mirror.direction(gradient, state, step)
+        if isinstance(mix, str):
+            assert name in UNREADABLE or any(word in name for word in ("given", "ball", "intersection"))
+            assert mix
+            return
+        expected = mix.private * gradient[0] + mix.public * CURVATURE * theta
+        torch.testing.assert_close(direction[0], expected, rtol=1e-8, atol=1e-8)
+        if mix.elementwise:
+            moved = gradient[0].clone()
+            moved[0] += 1
+            assert equal([mirror.direction([moved], state, step)[0][0][1:]], [direction[0][1:]])
+        theta, state = theta - lr * direction[0], after
+
+
+def test_a_map_that_lets_nothing_through_or_says_nothing_cannot_be_read(clock: Clock) -> None:
+    public = separable(torch.zeros(8))
+    step = Step(params=trainable(public.model), public=public, clock=clock, lr=0.1)
+    for mirror, word in ((FirstOrder(0.0), "nothing through"), (Silent(), "no method `mixture`")):
+        for one in (mirror, chain(clip_released(1.0), mirror)):
+            why = mixture_of(one, [torch.ones(8)], one.init(params=step.params, public=public), step, curvature=1.0)
+            assert isinstance(why, str)
+            assert word in why
+
+
+class Silent(Stateless):
+    def direction(self, released: list[Tensor], state: State, step: Step) -> tuple[list[Tensor], State]:
+        return released, state
 
 
 @pytest.mark.parametrize("mirror", EXACT.values(), ids=EXACT)
@@ -120,7 +184,7 @@ def test_exact_maps_rest_at_the_optimum_when_nothing_is_released(
             p -= step.reshape(p.shape)
     zero = [torch.zeros_like(p) for p in params]
     state = mirror.init(params=params, public=public)
-    direction, _ = mirror.direction(zero, state, params=params, public=public, clock=clock, lr=0.1)
+    direction, _ = mirror.direction(zero, state, Step(params=params, public=public, clock=clock, lr=0.1))
     assert norm(direction) < 1e-8
 
 
@@ -131,5 +195,5 @@ def test_a_learning_rate_of_zero_is_harmless(
     public = least_squares()
     params = trainable(public.model)
     state = mirror.init(params=params, public=public)
-    direction, _ = mirror.direction(released(public), state, params=params, public=public, clock=clock, lr=0.0)
+    direction, _ = mirror.direction(released(public), state, Step(params=params, public=public, clock=clock, lr=0.0))
     assert all(bool(d.isfinite().all()) for d in direction)

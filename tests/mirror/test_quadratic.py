@@ -8,7 +8,7 @@ from torch import Tensor
 
 from halfsilver._core.tensors import flatten, norm, trainable
 from halfsilver.errors import ConfigError, ConvergenceError
-from halfsilver.mirror import Clock, Euclidean, PublicLoss, Quadratic
+from halfsilver.mirror import Clock, Euclidean, PublicLoss, Quadratic, Step
 
 MakePublic = Callable[..., PublicLoss]
 Released = Callable[[PublicLoss], list[Tensor]]
@@ -18,7 +18,7 @@ CLOCK = Clock(step=0, total_steps=1)
 def apply(mirror: Quadratic | Euclidean, released: list[Tensor], public: PublicLoss | None) -> list[Tensor]:
     params = trainable(public.model) if public else [torch.zeros_like(r) for r in released]
     state = mirror.init(params=params, public=public)
-    return mirror.direction(released, state, params=params, public=public, clock=CLOCK, lr=0.1)[0]
+    return mirror.direction(released, state, Step(params=params, public=public, clock=CLOCK, lr=0.1))[0]
 
 
 def distance(a: list[Tensor], b: list[Tensor]) -> float:
@@ -74,7 +74,7 @@ def test_largest_eigenvalue_of_the_applied_inverse_is_one(dense_limit: int, leas
     def column(unit: Tensor) -> Tensor:
         parts = unit.split([p.numel() for p in params])  # type: ignore[no-untyped-call]
         released = [u.reshape(p.shape) for u, p in zip(parts, params, strict=True)]
-        direction = mirror.direction(released, state, params=params, public=public, clock=CLOCK, lr=1.0)[0]
+        direction = mirror.direction(released, state, Step(params=params, public=public, clock=CLOCK, lr=1.0))[0]
         return flatten(direction)
 
     applied = torch.stack([column(unit) for unit in torch.eye(8, dtype=torch.float64)], dim=1)
@@ -118,7 +118,9 @@ def test_too_few_iterations_are_reported(least_squares: MakePublic, released: Re
         mirror.init(params=trainable(public.model), public=public)
     state = {"scale": torch.tensor(1.0)}
     with pytest.raises(ConvergenceError, match="max_iterations=2"):
-        mirror.direction(released(public), state, params=trainable(public.model), public=public, clock=CLOCK, lr=1.0)
+        mirror.direction(
+            released(public), state, Step(params=trainable(public.model), public=public, clock=CLOCK, lr=1.0)
+        )
 
 
 def test_without_normalising_it_is_a_newton_step() -> None:
@@ -131,7 +133,7 @@ def test_without_normalising_it_is_a_newton_step() -> None:
         state = mirror.init(params=[theta], public=None)
         clock = Clock(step=0, total_steps=1)
         gradient = [hessian @ (theta - minimum)]
-        direction, _ = mirror.direction(gradient, state, params=[theta], public=None, clock=clock, lr=1.0)
+        direction, _ = mirror.direction(gradient, state, Step(params=[theta], public=None, clock=clock, lr=1.0))
         torch.testing.assert_close(theta - direction[0], minimum)
     with pytest.raises(ConfigError, match="damping"):
         Quadratic(torch.zeros(6, 6), normalize=False).init(params=[theta], public=None)

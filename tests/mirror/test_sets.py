@@ -22,6 +22,7 @@ from halfsilver.mirror import (
     Intersection,
     L2Ball,
     PublicLoss,
+    Step,
 )
 from halfsilver.mirror.solvers import multiplier
 
@@ -39,7 +40,7 @@ class Problem:
         self.public, self.damping, self.set = public, mirror.damping, mirror.constraint
         self.params = [p.detach() for p in trainable(public.model)]
         state = mirror.init(params=self.params, public=public)
-        direction, _ = mirror.direction(released, state, params=self.params, public=public, clock=CLOCK, lr=LR)
+        direction, _ = mirror.direction(released, state, Step(params=self.params, public=public, clock=CLOCK, lr=LR))
         self.solution = flatten(axpy(-LR, direction, self.params))
         self.dual = self.slope(flatten(self.params)) + self.damping * flatten(self.params) - LR * flatten(released)
 
@@ -150,7 +151,7 @@ def test_general_and_closed_form_agree(
     for quadratic in (True, False):
         m = mirror(constraint=L2Ball(1.5), quadratic=quadratic, damping=0.1)
         state = m.init(params=params, public=public)
-        ends.append(m.direction(released(public), state, params=params, public=public, clock=CLOCK, lr=1.0)[0])
+        ends.append(m.direction(released(public), state, Step(params=params, public=public, clock=CLOCK, lr=1.0))[0])
     assert float((flatten(ends[0]) - flatten(ends[1])).norm()) < 1e-7
 
 

@@ -33,15 +33,57 @@ def test_calibrate_is_tight_and_never_above(
         epsilon=epsilon,
         delta=delta,
         steps=steps,
-        sampling_rate=rate,
-        expected_batch_size=10,
+        population=10_000,
+        batch_size=10_000 * rate,
         accountant=accountant,
     )
     assert epsilon * 0.998 < plan.epsilon(delta, accountant) <= epsilon
 
 
+def test_each_number_is_said_once() -> None:
+    plan = PrivacyPlan.calibrate(epsilon=1, delta=1e-5, population=2000, batch_size=100, epochs=3)
+    assert (plan.steps, plan.sampling_rate, plan.expected_batch_size, plan.population) == (60, 0.05, 100, 2000)
+    assert plan.delta == 1e-5
+    assert 0.998 < plan.epsilon() == plan.epsilon(1e-5) <= 1
+    whole = PrivacyPlan.calibrate(epsilon=1, delta=1e-5, population=2000, batch_size=2000, steps=7)
+    assert (whole.sampler, whole.steps) == ("full", 7)
+
+
+def test_delta_is_no_part_of_the_mechanism() -> None:
+    with_delta, without = (PrivacyPlan(**PLAN, **more) for more in ({"delta": 1e-4}, {}))  # type: ignore[arg-type]
+    assert with_delta == without
+    assert with_delta.fingerprint() == without.fingerprint()
+    assert "delta" not in with_delta.to_dict()
+    with pytest.raises(ConfigError, match="since this plan has none"):
+        without.epsilon()
+
+
+def test_the_earlier_spelling_works_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="population=, batch_size="):
+        plan = PrivacyPlan.calibrate(epsilon=1, delta=1e-5, steps=60, sampling_rate=0.05, expected_batch_size=100)
+    assert plan == PrivacyPlan.calibrate(epsilon=1, delta=1e-5, population=2000, batch_size=100, steps=60)
+    assert plan.delta == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": None}, "either epochs or steps"),
+        ({"steps": 3}, "either epochs or steps"),
+        ({"epochs": 0}, "epochs=0 above 0"),
+        ({"population": None}, "population=None"),
+        ({"population": 50}, "batch_size=100 in .0, 50., the population"),
+        ({"delta": 0.1}, "delta=0.1 at most 0.0005"),
+    ],
+)
+def test_what_calibrate_refuses(change: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"epsilon": 1, "delta": 1e-5, "population": 2000, "batch_size": 100, "epochs": 3}
+    with pytest.raises(ConfigError, match=message):
+        PrivacyPlan.calibrate(**{**right, **change})
+
+
 def test_spare_steps_are_paid_for() -> None:
-    args: dict[str, Any] = {"epsilon": 1, "delta": 1e-5, "sampling_rate": 0.01, "expected_batch_size": 10}
+    args: dict[str, Any] = {"epsilon": 1, "delta": 1e-5, "population": 1000, "batch_size": 10}
     plan = PrivacyPlan.calibrate(steps=90, spare_steps=10, **args)
     assert plan.max_releases == 100
     assert plan.noise_multiplier == PrivacyPlan.calibrate(steps=100, **args).noise_multiplier

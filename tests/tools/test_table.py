@@ -99,7 +99,7 @@ def test_written_once_checked_and_out_of_date_when_a_study_changes(
     shown = capsys.readouterr().out
     assert "-| EMNIST | 25.8 (10⁻⁶) | 20 | 77.7 % / 0.710 |" in shown
     assert "+| EMNIST | 25.8 (10⁻⁶) | 20 | pda | 82.00 % | 0.5667" in shown
-    assert "is not what the studies give" not in shown  # the curves are as they were
+    assert "differs from what the studies give" not in shown  # the curves are as they were
 
 
 def test_a_changed_curve_shows_in_its_figure(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +111,7 @@ def test_a_changed_curve_shows_in_its_figure(root: Path, capsys: pytest.CaptureF
     assert run(root, "--check") == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("docs/pictures/studies/emnist-eps25.8-curve-loss")
-    assert line.endswith("is not what the studies give")
+    assert line.endswith("differs from what the studies give")
 
 
 def test_figures_of_a_study_that_is_gone_go_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

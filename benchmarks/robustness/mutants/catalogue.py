@@ -19,7 +19,7 @@ from halfsilver.auditing.bank import Layout
 from halfsilver.auditing.instruments import Instrument
 from halfsilver.auditing.loops import LOOPS, layered, plan_of, synthetic, trainer_loop
 from halfsilver.auditing.run import Run
-from halfsilver.mirror import FirstOrder
+from halfsilver.mirror import FallBack, FirstOrder
 from halfsilver.privacy import mechanism
 from halfsilver.privacy.gradients import base
 from halfsilver.privacy.gradients.book import backend as book
@@ -27,10 +27,12 @@ from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.users import source as users
 
 _HALF = "map/FirstOrder(0.5)"  # where half of each direction is public, throughout the run
+_GUARDED = "map/FallBack(FirstOrder(0.5))"
 _TOKENS = "layer/embedding by vmap"
 RUNS: dict[str, Run] = {
     **LOOPS,
     _HALF: trainer_loop(_HALF, mirror=FirstOrder(0.5)),
+    _GUARDED: trainer_loop(_GUARDED, mirror=FallBack(FirstOrder(0.5))),
     _TOKENS: layered(trainer_loop(_TOKENS, "vmap"), "embedding"),
 }
 INSTRUMENTS: tuple[Instrument, ...] = ("A", "B", "C", "reconciliation")
@@ -88,6 +90,10 @@ MUTANTS: dict[str, Mutant] = {
     "public gradient leaks 0.3 C": Mutant(
         bugs.public_leak(0.3), Setting(loop=_HALF, canaries=1000, replay=True), by=("A", "C")
     ),
+    "public gradient leaks 0.3 C to FallBack": Mutant(
+        bugs.public_leak(0.3), Setting(loop=_GUARDED, canaries=1000, replay=True), by=("A", "C")
+    ),
+    "noise x 0.5 before FallBack": Mutant(bugs.weaker_noise(0.5), Setting(loop=_GUARDED), by=("A", "B")),
     "one noise seed for all steps": Mutant(bugs.same_in_every_step, _BOOK, by=("B", "reconciliation")),
     "one noise seed for all tensors": Mutant(bugs.same_on_every_tensor, _BOOK, by=("B",)),
     "one noise seed for all ranks": Mutant(bugs.same_on_every_rank, _TWO, by=("B",)),

@@ -19,7 +19,7 @@ from benchmarks.speed.contenders.base import NOISE_MULTIPLIER, Named, Options
 from benchmarks.speed.models import Workload
 from halfsilver import FirstOrder, PrivacyPlan
 from halfsilver._core.tensors import Tensors, take_rows, trainable
-from halfsilver.mirror import Clock, PublicLoss
+from halfsilver.mirror import Clock, PublicLoss, Step
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Speed
 from halfsilver.privacy.gradients.linear import LinearModel, with_row_norms
@@ -112,7 +112,5 @@ class OursMirror(Ours):
     def _direction(self, released: Tensors) -> Tensors:
         clock = Clock(step=self._taken, total_steps=_STEPS, steps_per_epoch=1.0)
         self._taken += 1
-        params = trainable(self._model)
-        return self._mirror.direction(
-            released, {}, params=params, public=self._public, clock=clock, lr=self._workload.lr
-        )[0]
+        step = Step(params=trainable(self._model), public=self._public, clock=clock, lr=self._workload.lr)
+        return self._mirror.direction(released, {}, step)[0]

@@ -116,7 +116,7 @@ class Banked(nn.Module):
     def forward(self, record: Any, public: bool = False) -> Tensor:
         rows, share, place, pull = record
         if public:
-            squares = torch.stack([weight(layer).square().sum() for layer in self.bank]).sum()
+            squares = torch.stack([w.square().sum() for w in self.bank_weights()]).sum()
             return self._public(self.inner, rows) + 0.5 * self._curvature * squares
         losses: Tensor = self._losses(self.inner, rows)
         losses = losses * share.to(losses.dtype)
@@ -125,9 +125,12 @@ class Banked(nn.Module):
             losses = losses + (_look_up(layer, place % self._width) * pulled).sum(1)
         return losses
 
+    def bank_weights(self) -> list[Tensor]:
+        return [weight(layer) for layer in self.bank]
+
     def numbers(self) -> Array:
         """The bank as it is now, [2, width] in float64."""
-        return np.stack([weight(layer).detach().double().flatten().cpu().numpy() for layer in self.bank])
+        return np.stack([w.detach().double().flatten().cpu().numpy() for w in self.bank_weights()])
 
 
 def losses(model: Any, record: Batch) -> Tensor:

@@ -243,6 +243,8 @@ def _certain(observation: Observation) -> Iterator[Finding]:
         yield _count("C", name, excess, _ROUNDING, alarm=not excess <= _ROUNDING)
         for what in replay.differing:
             yield _count("C", f"{what} depends on one record", 1, 0, alarm=True)
+    if observation.changed is not None:
+        yield _exact("C", "directions that change when computed again", observation.changed, at_most=0)
     reads = observation.reads
     yield _exact("B", "reads of a record in one step", reads.sum(0).max(initial=0), at_most=1)
     yield _exact("B", "processes that read a record", (reads.sum(1) > 0).sum(0).max(initial=0), at_most=1)

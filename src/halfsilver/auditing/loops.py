@@ -23,12 +23,12 @@ from halfsilver.auditing.bank import Banked, Layout, losses, public_losses, publ
 from halfsilver.auditing.observe import Observation
 from halfsilver.auditing.report import AuditReport, reported
 from halfsilver.auditing.run import Audited, Run, intents, observe
-from halfsilver.auditing.watch import Watch, WatchedRecords, released
+from halfsilver.auditing.watch import Watch, WatchedMap, WatchedRecords
 from halfsilver.mirror import (
     Bregman,
-    Clock,
     DualAveraging,
     Euclidean,
+    FallBack,
     FirstOrder,
     MirrorMap,
     PublicLoss,
@@ -48,6 +48,7 @@ Rows = tuple[Tensor, Tensor]
 BACKENDS: tuple[BackendName, ...] = ("book", "vmap", "hooks")
 MAPS: dict[str, MirrorMap] = {
     "FirstOrder": FirstOrder(cosine(end=0.5)),
+    "FallBack": FallBack(FirstOrder(0.5, public_max_norm=1.0)),
     "Quadratic": Quadratic(damping=0.5, normalize=False, dense_limit=0),
     "Bregman": Bregman(damping=0.5),
     "DualAveraging": DualAveraging(damping=0.5),
@@ -234,7 +235,7 @@ def opacus_loop(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: in
     from halfsilver.opacus import attach_mirror
     from halfsilver.privacy.gradients.hooks import quiet
 
-    layout, per_epoch, mirror = replace(layout, broken=False), round(1 / plan.sampling_rate), FirstOrder(0.5)
+    layout, per_epoch = replace(layout, broken=False), round(1 / plan.sampling_rate)
     rows = synthetic(101 + (-101 - len(layout.places)) % per_epoch)  # so that Opacus's rate is the plan's
     model = Banked(small_model(), squared, squared, layout, 1.0)
     columns, order = layout.records(rows, plan.max_grad_norm)
@@ -250,6 +251,7 @@ def opacus_loop(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: in
         noise_multiplier=plan.noise_multiplier,
         max_grad_norm=plan.max_grad_norm,
     )
+    mirror = WatchedMap(FirstOrder(0.5), model.bank_weights(), 1.0)
     attach_mirror(optimizer, mirror, PublicLoss(model, public_losses, public_records(synthetic(40, seed=1))))
     with watch.watching(), quiet():
         while len(watch.numbers) < plan.steps:
@@ -260,17 +262,17 @@ def opacus_loop(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: in
                 if len(watch.numbers) == plan.steps:
                     break
     banks = [np.zeros((2, layout.width)), *watch.numbers]
-    clock = Clock(step=0, total_steps=plan.steps, steps_per_epoch=per_epoch)
-    seen = released(mirror, banks, lr=lr, curvature=1.0, norms=[0.0] * plan.steps, clock=clock)
     return Observation(
         loop="attach_mirror",
         plan=plan,
-        scores=seen * (len(order) / per_epoch) / plan.max_grad_norm,
+        scores=mirror.scores(banks, lr) * (len(order) / per_epoch) / plan.max_grad_norm,
         kinds=layout.kinds,
         reads=np.stack(watch.read_for)[None],
         places=layout.places,
         intents=sum(steps for _, _, steps in engine.accountant.history),
         releases=len(watch.numbers),
+        unread=mirror.unread,
+        changed=mirror.changed,
     )
 
 

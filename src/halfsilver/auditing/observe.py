@@ -49,7 +49,9 @@ class Observation:
     (as in ``scores.reshape(T, -1)``) that belongs to each record. `intents` are the steps that the ledger counts,
     `releases` the updates that the model had. `rest` is a digest of all other trained parameters after every step, and
     `fixed` one of what is not trained: frozen parameters, buffers and modes. Either may be empty. `replays` are there
-    if the loop was run again on neighbouring data.
+    if the loop was run again on neighbouring data. `unread` says why scores are what the map was given and
+    not computed from the updates; `changed` counts directions that came out otherwise when computed again, None where
+    nobody looked.
     """
 
     loop: str
@@ -63,6 +65,8 @@ class Observation:
     rest: str = ""
     fixed: str = ""
     replays: tuple[Replay, ...] = ()
+    unread: str = ""
+    changed: int | None = None
 
     @property
     def sampled(self) -> Array:

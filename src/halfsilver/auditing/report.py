@@ -68,6 +68,19 @@ class AuditReport:
         """The findings that contradict the plan. A correct loop has none, except with probability `alpha`."""
         return [f for f in self.findings if f.alarm]
 
+    @property
+    def not_proved(self) -> tuple[str, ...]:
+        """What no alarm does not mean: `NOT_PROVED`, and what is special about this run's map."""
+        why = self.observation.unread
+        if not why:
+            return NOT_PROVED
+        own = (
+            f"Released values could not be computed from the updates, because {why}. They were noted where the map "
+            "is given them, so what reaches the model past them was not audited; that each direction comes out the "
+            "same when computed again was."
+        )
+        return (*NOT_PROVED, own)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything but the scores, as values that JSON can hold.
 
@@ -83,7 +96,7 @@ class AuditReport:
             "canaries": {kind.name.lower(): int((seen.kinds == kind).sum()) for kind in Kind},
             "findings": [asdict(f) for f in self.findings],
             "alarms": len(self.alarms),
-            "not_proved": list(NOT_PROVED),
+            "not_proved": list(self.not_proved),
         }
 
     def figure(self, path: str | Path) -> Path:

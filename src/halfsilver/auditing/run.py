@@ -16,20 +16,16 @@ from halfsilver._core.distributed import World
 from halfsilver._core.tensors import Batch, take_rows, trainable
 from halfsilver.auditing.bank import Banked, Layout, losses, public_losses, public_records
 from halfsilver.auditing.observe import Kind, Observation, Replay
-from halfsilver.auditing.watch import Watch, WatchedRecords, released, require_readable
+from halfsilver.auditing.watch import Watch, WatchedMap, WatchedRecords
 from halfsilver.errors import require
-from halfsilver.mirror import Clock, Euclidean, FirstOrder
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs.folder import RunFolder
-from halfsilver.trainer import StepReport, Trainer
+from halfsilver.trainer import Trainer
 
 Run = Callable[[PrivacyPlan, Path, Layout, int | None], Observation]  # (plan, folder, layout, unsafe_seed)
 Private = Callable[[WatchedRecords], Any]  # what `Trainer.fit` is given for private data
-
-# Under other maps one released number moves all others, by a norm or a solver, and may.
-_SEPARATE = (Euclidean, FirstOrder)
 
 REPLAYED = (Kind.IN, Kind.CANCELLING, Kind.BROKEN)
 _REPLAY_STEPS, _REPLAY_CANARIES, _REPLAY_ROWS, _SEED = 12, 20, 20, 7
@@ -54,39 +50,36 @@ class Audited:
     def __call__(self, plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: int | None = None) -> Observation:
         """Run the trainer's own code on rows and canaries; the optimizer alone is exchanged, for plain SGD."""
         trainer, rows = self.trainer, self.rows if unsafe_seed is None else take_rows(self.rows, slice(_REPLAY_ROWS))
-        curvature = 1.0 if self.public is not None and _public_part_is_known(trainer.mirror) else 0.0
+        curvature = 0.0 if self.public is None else 1.0
         public_loss_fn = trainer.public_loss_fn or trainer.loss_fn
         model = Banked(copy.deepcopy(trainer.model), trainer.loss_fn, public_loss_fn, layout, curvature)
         columns, order = layout.records(rows, plan.max_grad_norm)
         watch = Watch(order, len(layout.places), lambda _: model.numbers(), trainable(model.inner), model)
         records = WatchedRecords(columns, watch, layout.example(rows, plan.max_grad_norm))
-        clock = Clock(step=0, total_steps=plan.steps, steps_per_epoch=1 / plan.sampling_rate)
-        require_readable(trainer.mirror, clock)
-        norms: list[float] = []
-        again = self._trainer(model, plan, lambda report: norms.append(report.released_norm), unsafe_seed)
+        mirror = WatchedMap(trainer.mirror, model.bank_weights(), curvature)
+        again = self._trainer(model, plan, mirror, unsafe_seed)
         public = None if self.public is None else public_records(self.public)
         with watch.watching():
             again.fit(self.private(records), public, run_dir=folder)
         if World.current(torch.device("cpu")).size > 1:
             watch.forget_first()
         banks = [np.zeros((2, layout.width)), *watch.numbers]
-        seen = released(trainer.mirror, banks, lr=_lr(trainer), curvature=curvature, norms=norms, clock=clock)
         return Observation(
             loop=self.name,
             plan=plan,
-            scores=seen * plan.expected_batch_size / plan.max_grad_norm,
+            scores=mirror.scores(banks, _lr(trainer)) * plan.expected_batch_size / plan.max_grad_norm,
             kinds=layout.kinds,
             reads=np.stack(watch.read_for)[None],
             places=layout.places,
             intents=intents(RunFolder(folder).ledger),
             releases=len(watch.numbers),
-            rest=watch.rest if isinstance(trainer.mirror, _SEPARATE) else "",
+            rest=watch.rest if mirror.elementwise else "",  # elsewhere one released number may move all others
             fixed=watch.fixed,
+            unread=mirror.unread,
+            changed=mirror.changed,
         )
 
-    def _trainer(
-        self, model: Banked, plan: PrivacyPlan, callback: Callable[[StepReport], None], unsafe_seed: int | None
-    ) -> Trainer:
+    def _trainer(self, model: Banked, plan: PrivacyPlan, mirror: WatchedMap, unsafe_seed: int | None) -> Trainer:
         trainer = self.trainer
         require(isinstance(trainer.speed.backend, str), "backend", trainer.speed.backend, "to be a name")
         return replace(
@@ -95,11 +88,12 @@ class Audited:
             loss_fn=losses,
             optimizer=torch.optim.SGD(trainable(model), lr=_lr(trainer)),
             plan=plan,
+            mirror=mirror,
             public_loss_fn=public_losses,
             scheduler=None,
             average=None,
             metrics={},
-            callbacks=[callback],
+            callbacks=(),
             skip_public_copies=False,  # the rows may be the public ones, and are there to be trained on
             unsafe_seed=unsafe_seed,
             progress=False,
@@ -109,12 +103,6 @@ class Audited:
 
 def _lr(trainer: Trainer) -> float:
     return float(trainer.optimizer.param_groups[0]["lr"])
-
-
-def _public_part_is_known(mirror: Any) -> bool:
-    """Not where the public gradient is clipped by a norm that the bank does not show: it then gets none."""
-    maps = getattr(mirror, "maps", (mirror,))
-    return not any(isinstance(m, FirstOrder) and m.public_max_norm is not None for m in maps)
 
 
 def intents(ledger: Path) -> int:

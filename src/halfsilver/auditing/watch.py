@@ -1,4 +1,4 @@
-"""An onlooker's notes of a run: the bank after every update, and which canary records were read for it."""
+"""An onlooker's notes of a run: the bank after every update, the records read for it, and what the map was given."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -13,13 +14,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from halfsilver._core.tensors import Batch, Tensors, batch_rows, take_rows
+from halfsilver._core.tensors import Batch, Tensors, axpy, batch_rows, norm, take_rows
 from halfsilver.auditing.observe import Array
-from halfsilver.errors import ConfigError
-from halfsilver.mirror import Bregman, Chain, Clock, DualAveraging, Euclidean, FirstOrder, MirrorMap, Quadratic
-from halfsilver.mirror.maps import ClipReleased
-from halfsilver.mirror.schedules import weight_at
+from halfsilver.mirror import MirrorMap, Mixture, PublicLoss, State, Step
+from halfsilver.mirror.base import mixture_of
 from halfsilver.privacy.schema import Schema
+
+# Two passes over the same public rows may differ by rounding; relative to the norm of the direction.
+_SAME = 1e-5
 
 
 @final
@@ -122,54 +124,73 @@ class WatchedRecords:
         return ""
 
 
-def require_readable(mirror: MirrorMap, clock: Clock) -> None:
-    """Refuse, before anything is run, a map behind which the released values cannot be told.
+@final
+class WatchedMap:
+    """The map of an audited run, with notes of what it was given at the bank and what it says that it does with it.
 
-    The norm of what was released is known for all of a step, so a map that clips must come first.
+    One step later, when the private side holds other records, it is given the same values again. `changed` counts the
+    steps whose direction then comes out otherwise: such a map, or its public loss, depends on more than it should.
     """
-    if isinstance(mirror, Chain) and any(isinstance(m, ClipReleased | Chain) for m in mirror.maps[1:]):
-        raise _unreadable(mirror)
-    for step in range(clock.total_steps):
-        _before(mirror, np.zeros(1), np.zeros(1), 1.0, 1.0, replace(clock, step=step))
+
+    def __init__(self, mirror: MirrorMap, bank: Sequence[torch.Tensor], curvature: float) -> None:
+        self._mirror, self._bank, self._curvature = mirror, bank, curvature
+        self._released: dict[int, Array] = {}
+        self._mixtures: dict[int, Mixture | str] = {}
+        self._latest: tuple[Tensors, State, Step, Tensors] | None = None
+        self.changed = 0
+
+    def __repr__(self) -> str:
+        return repr(self._mirror)
+
+    @property
+    def persistent(self) -> tuple[str, ...]:
+        return self._mirror.persistent
+
+    def init(self, *, params: Tensors, public: PublicLoss | None) -> State:
+        return self._mirror.init(params=params, public=public)
+
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
+        self._repeat()
+        direction, after = self._mirror.direction(released, state, step)
+        before = replace(step, params=_copies(step.params))
+        self._latest = (_copies(released), dict(state), before, _copies(direction))
+        places = [next(i for i, p in enumerate(step.params) if p is numbers) for numbers in self._bank]
+        now = step.clock.step
+        self._released[now] = np.stack([released[i].detach().double().flatten().cpu().numpy() for i in places])
+        self._mixtures[now] = mixture_of(self._mirror, released, state, step, curvature=self._curvature)
+        return direction, after
+
+    def _repeat(self) -> None:
+        if self._latest is None:
+            return
+        released, state, step, earlier = self._latest
+        again, _ = self._mirror.direction(released, state, step)
+        self.changed += norm(axpy(-1.0, again, earlier)) > _SAME * norm(earlier)
+
+    @property
+    def unread(self) -> str:
+        """Why released values cannot be computed from updates of the bank, or nothing."""
+        return next((mix for mix in self._mixtures.values() if isinstance(mix, str)), "")
+
+    @property
+    def elementwise(self) -> bool:
+        return all(isinstance(mix, Mixture) and mix.elementwise for mix in self._mixtures.values())
+
+    def scores(self, banks: Sequence[Array], lr: float) -> Array:
+        """The released values at the bank, [T, 2, width], as plain SGD with `lr` shows them by going through `banks`.
+
+        The public gradient of the bank is its numbers times the curvature, by this formula and not by the code of the
+        public loss, so that private values in either of them show. If `unread`, they are what the map was given.
+        """
+        if self.unread:
+            return np.stack([self._released[t] for t in range(len(banks) - 1)])
+        return np.stack([self._before((a - b) / lr, a, t) for t, (a, b) in enumerate(pairwise(banks))])
+
+    def _before(self, moved: Array, bank: Array, t: int) -> Array:
+        mix = self._mixtures[t]
+        assert isinstance(mix, Mixture)
+        return np.asarray((moved - mix.public * self._curvature * bank) / mix.private)
 
 
-def released(
-    mirror: MirrorMap, banks: Sequence[Array], *, lr: float, curvature: float, norms: Sequence[float], clock: Clock
-) -> Array:
-    """What the mechanism must have released at the bank, [T, 2, width], for plain SGD to go through these values.
-
-    The inverse of the map at numbers whose public loss is curvature / 2 times their square, by formulas of its own: a
-    map that let private data through would show here.
-    """
-    pairs = enumerate(zip(banks[:-1], banks[1:], norms, strict=True))
-    return np.stack(
-        [_before(mirror, (a - b) / lr, a, curvature, norm, replace(clock, step=t)) for t, (a, b, norm) in pairs]
-    )
-
-
-def _before(mirror: MirrorMap, moved: Array, bank: Array, curvature: float, norm: float, clock: Clock) -> Array:
-    """The released values behind one direction `moved`, taken at `bank`; `norm` is that of all released values."""
-    match mirror:
-        case Euclidean():
-            return moved
-        case FirstOrder(alpha=alpha):
-            weight = weight_at(alpha, clock)
-            if weight == 0:  # nothing that is released gets through
-                raise _unreadable(mirror)
-            return (moved - (1 - weight) * curvature * bank) / weight
-        case Quadratic(normalize=False, hessian=None) | Bregman(constraint=None) | DualAveraging(constraint=None):
-            return (curvature + mirror.damping) * moved
-        case ClipReleased(max_norm=limit):
-            return moved * max(1.0, norm / limit)
-        case Chain(maps=maps):
-            for inner in reversed(maps):
-                moved = _before(inner, moved, bank, curvature, norm, clock)
-            return moved
-    raise _unreadable(mirror)
-
-
-def _unreadable(mirror: MirrorMap) -> ConfigError:
-    return ConfigError(
-        f"The audit cannot read released values behind mirror={mirror!r}. Give the trainer Euclidean(): what a map "
-        "does is free, and the mechanism before it is the same."
-    )
+def _copies(tensors: Tensors) -> Tensors:
+    return [t.detach().clone() for t in tensors]

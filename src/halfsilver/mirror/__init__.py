@@ -1,17 +1,20 @@
 """Mirror maps and the public loss: everything to the right of the noise."""
 
-from halfsilver.mirror.bregman import Bregman, DualAveraging
-from halfsilver.mirror.guard import FallBack
-from halfsilver.mirror.maps import (
+from halfsilver.mirror.base import (
     Chain,
     ClipReleased,
     Euclidean,
-    FirstOrder,
     MirrorMap,
+    Mixture,
     State,
+    Stateless,
+    Step,
     chain,
     clip_released,
 )
+from halfsilver.mirror.bregman import Bregman, DualAveraging
+from halfsilver.mirror.fall_back import FallBack
+from halfsilver.mirror.first_order import FirstOrder
 from halfsilver.mirror.pretrain import PretrainResult, pretrain
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.quadratic import Quadratic
@@ -34,11 +37,14 @@ __all__ = [
     "Intersection",
     "L2Ball",
     "MirrorMap",
+    "Mixture",
     "PretrainResult",
     "PublicLoss",
     "Quadratic",
     "Schedule",
     "State",
+    "Stateless",
+    "Step",
     "chain",
     "clip_released",
     "constant",

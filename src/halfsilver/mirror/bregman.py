@@ -11,10 +11,9 @@ import torch
 from halfsilver._core.sharded import refuse_sharded
 from halfsilver._core.tensors import Tensors, axpy, flatten, unflatten
 from halfsilver.errors import ConfigError, require
-from halfsilver.mirror.maps import State, need_public
+from halfsilver.mirror.base import Mixture, State, Step, need_public
 from halfsilver.mirror.psi import ConvexPsi, SpectralPsi
 from halfsilver.mirror.public import PublicLoss
-from halfsilver.mirror.schedules import Clock
 from halfsilver.mirror.sets import ConstraintSet
 from halfsilver.mirror.solvers import doubles
 
@@ -47,6 +46,11 @@ class _ExactStep:
         psi = SpectralPsi.of(public, params, self.damping)
         return {"values": psi.values, "vectors": psi.vectors, "linear": psi.linear}
 
+    def mixture(self, released: Tensors, state: State, step: Step, *, curvature: float) -> Mixture | str:
+        if self.constraint is not None:
+            return f"{self!r} projects onto a set, which mixes all coordinates"
+        return Mixture(private=1 / (curvature + self.damping))
+
     def _psi(self, state: State, public: PublicLoss | None) -> SpectralPsi | ConvexPsi:
         if self.quadratic:
             eigen = {name: state[name] for name in ("values", "vectors", "linear")}
@@ -60,11 +64,11 @@ class _ExactStep:
         )
 
 
-def _towards(target: Tensors, params: Tensors, lr: float) -> Tensors:
-    """The direction with which plain SGD at `lr` goes from `params` to `target`; nothing moves at lr = 0."""
-    if lr == 0:
-        return [torch.zeros_like(p) for p in params]
-    return [((p.detach().double() - t) / lr).to(p.dtype) for p, t in zip(params, target, strict=True)]
+def _towards(target: Tensors, step: Step) -> Tensors:
+    """The direction with which plain SGD goes from the parameters to `target`; nothing moves at lr = 0."""
+    if step.lr == 0:
+        return [torch.zeros_like(p) for p in step.params]
+    return [((p.detach().double() - t) / step.lr).to(p.dtype) for p, t in zip(step.params, target, strict=True)]
 
 
 @final
@@ -82,19 +86,10 @@ class Bregman(_ExactStep):
 
     persistent: ClassVar[tuple[str, ...]] = ()
 
-    def direction(
-        self,
-        released: Tensors,
-        state: State,
-        *,
-        params: Tensors,
-        public: PublicLoss | None,
-        clock: Clock,
-        lr: float,
-    ) -> tuple[Tensors, State]:
-        theta, psi = doubles(params), self._psi(state, public)
-        dual = axpy(-lr, doubles(released), psi.gradient(theta))
-        return _towards(psi.argmin(dual, theta, self.constraint), params, lr), state
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
+        theta, psi = doubles(step.params), self._psi(state, step.public)
+        dual = axpy(-step.lr, doubles(released), psi.gradient(theta))
+        return _towards(psi.argmin(dual, theta, self.constraint), step), state
 
 
 @final
@@ -113,17 +108,8 @@ class DualAveraging(_ExactStep):
         state = super().init(params=params, public=public)
         return {**state, "dual": torch.zeros_like(flatten(doubles(params)))}
 
-    def direction(
-        self,
-        released: Tensors,
-        state: State,
-        *,
-        params: Tensors,
-        public: PublicLoss | None,
-        clock: Clock,
-        lr: float,
-    ) -> tuple[Tensors, State]:
-        theta = doubles(params)
-        total = state["dual"] + lr * flatten(doubles(released))
-        target = self._psi(state, public).argmin(unflatten(-total, theta), theta, self.constraint)
-        return _towards(target, params, lr), {**state, "dual": total}
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
+        theta = doubles(step.params)
+        total = state["dual"] + step.lr * flatten(doubles(released))
+        target = self._psi(state, step.public).argmin(unflatten(-total, theta), theta, self.constraint)
+        return _towards(target, step), {**state, "dual": total}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ from torch import Tensor
 from halfsilver._core.sharded import refuse_sharded
 from halfsilver._core.tensors import Tensors, flatten, scale, unflatten
 from halfsilver.errors import ConfigError, ConvergenceError, require
-from halfsilver.mirror.maps import State, need_public
+from halfsilver.mirror.base import Mixture, State, Stateless, Step, need_public
 from halfsilver.mirror.psi import is_quadratic, require_invertible
 from halfsilver.mirror.public import PublicLoss
-from halfsilver.mirror.schedules import Clock
 from halfsilver.mirror.solvers import (
     Operator,
     conjugate_gradients,
@@ -26,7 +25,7 @@ from halfsilver.mirror.solvers import (
 
 @final
 @dataclass(frozen=True, eq=False)
-class Quadratic:
+class Quadratic(Stateless):
     """lambda_min(A) * A^-1 * released, with A = H + damping * I and H the Hessian of the public loss.
 
     The scale makes the largest eigenvalue of the applied inverse 1, so that a learning rate means the same
@@ -45,7 +44,6 @@ class Quadratic:
     normalize: bool = True
     dense_limit: int = 8192
     max_iterations: int = 2_000
-    persistent: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         require(self.damping >= 0, "damping", self.damping, "at least 0")
@@ -62,22 +60,21 @@ class Quadratic:
             )
         return self._factor(params, public) if size <= self.dense_limit else self._scale(params, public)
 
-    def direction(
-        self,
-        released: Tensors,
-        state: State,
-        *,
-        params: Tensors,
-        public: PublicLoss | None,
-        clock: Clock,
-        lr: float,
-    ) -> tuple[Tensors, State]:
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
         if "factor" in state:
             solution = torch.cholesky_solve(flatten(doubles(released))[:, None], state["factor"])
-            return unflatten(solution[:, 0], params), state
-        solved = self._solve(self._operator(params, public), doubles(released))
+            return unflatten(solution[:, 0], step.params), state
+        solved = self._solve(self._operator(step.params, step.public), doubles(released))
         scaled = scale(solved, float(state["scale"]))
-        return [x.to(p.dtype) for x, p in zip(scaled, params, strict=True)], state
+        return [x.to(p.dtype) for x, p in zip(scaled, step.params, strict=True)], state
+
+    def mixture(self, released: Tensors, state: State, step: Step, *, curvature: float) -> Mixture | str:
+        if self.hessian is not None:
+            return f"{self!r} was given a Hessian, whose entries for the audit's parameters are unknown"
+        if self.normalize and "factor" in state:
+            return f"{self!r} is scaled by an eigenvalue that it does not keep; audit it with normalize=False"
+        scale = float(state["scale"]) if "scale" in state else 1.0
+        return Mixture(private=scale / (curvature + self.damping))
 
     def _factor(self, params: Tensors, public: PublicLoss | None) -> State:
         hessian = self.hessian if self.hessian is not None else need_public(public, self).hessian(params)

@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import dp_accounting as dpa
@@ -22,14 +23,40 @@ _SIGMA_RANGE = (1e-2, 1e6)
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
-    """What will be done to the private data, and hence what it costs.
+    """What will be done to the private data, and hence what it costs: sampling, clipping, noise and number of steps.
 
-    Guarantee: a run of at most ``steps + spare_steps`` releases, each the sum over a Poisson sample (rate
-    ``sampling_rate``; all rows when it is 1) of gradients clipped to ``max_grad_norm``, plus Gaussian noise of standard
-    deviation ``noise_multiplier * max_grad_norm``, is (epsilon(delta), delta)-DP under adding or removing one `unit`.
+    A step draws a Poisson sample S of the private units, each with probability q, and releases
 
-    ``expected_batch_size`` is a public constant that you declare. It only scales the update, and it is never compared
-    with, or computed from, the size of the private set.
+        ( sum_{i in S} clip(g_i, C) + N(0, (sigma C)^2 I) ) / B,
+
+    where g_i is the gradient of unit i, C is `max_grad_norm`, sigma `noise_multiplier`, q `sampling_rate` and B
+    `expected_batch_size`. With q = 1 every step takes all units. `calibrate` makes a plan from an epsilon, and is the
+    usual way to get one; use the constructor where the noise is known.
+
+    Guarantee: a run of at most ``steps + spare_steps`` such releases is (epsilon(delta), delta)-DP under adding or
+    removing one `unit`. The bound is that of the composition of subsampled Gaussian mechanisms, computed by privacy
+    loss distributions (PLD) and rounded up.
+
+    Args:
+        steps: Number of updates, at least 1.
+        sampling_rate: Probability, in (0, 1], that a unit takes part in a step: batch size over population.
+        expected_batch_size: The public constant B that divides the noisy sum, above 0. It only scales the update. It
+            is never compared with, or computed from, the size of the private set.
+        noise_multiplier: Standard deviation of the noise over the clip norm, above 0.
+        max_grad_norm: Clip norm C, in units of the loss's gradient, above 0. Too small a value slows training down,
+            too large a value adds noise. Default: 1.
+        unit: Whose presence the guarantee hides: "example", or "user" where a record belongs to a person with several.
+        spare_steps: Further releases that the plan pays for, so that a run which was killed can repeat those whose
+            result was lost. They raise epsilon. Default: 0.
+        delta: The delta at which epsilon is stated, below 1 / population. `calibrate` sets it. It is no part of the
+            mechanism: plans that differ in delta alone are equal, and files store delta beside the plan.
+
+    Raises:
+        ConfigError: A value is out of its range.
+
+    References:
+        Abadi et al. (2016), Deep Learning with Differential Privacy, arXiv:1607.00133.
+        Koskela et al. (2020), Computing Tight Differential Privacy Guarantees Using FFT, arXiv:1906.03049.
 
     >>> plan = PrivacyPlan(steps=9600, sampling_rate=500 / 48_000, expected_batch_size=500, noise_multiplier=1.51)
     >>> round(plan.epsilon(1e-5), 2)
@@ -43,6 +70,7 @@ class PrivacyPlan:
     max_grad_norm: float = 1.0
     unit: Unit = "example"
     spare_steps: int = 0
+    delta: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         require(_whole(self.steps) and self.steps >= 1, "steps", self.steps, "to be a whole number >= 1")
@@ -58,18 +86,27 @@ class PrivacyPlan:
             value = getattr(self, name)
             require(0 < value <= sys.float_info.max, name, value, "in (0, inf)")  # a whole number may be beyond
         require(self.unit in ("example", "user"), "unit", self.unit, "in ('example', 'user')")
+        if self.delta is not None:
+            self.check_delta(self.delta)
 
     @property
     def population(self) -> float:
-        """How many units the declared constants speak of: expected_batch_size / sampling_rate. Nobody counts them."""
+        """The declared number of units, expected_batch_size / sampling_rate. The library never counts them."""
         return self.expected_batch_size / self.sampling_rate
 
     def check_delta(self, delta: float) -> None:
-        """Refuse a delta above 1 / population: publishing one record in full, drawn at random, would be within it."""
+        """Refuse a `delta` (a probability) above 1 / population.
+
+        Such a guarantee would allow a mechanism that publishes one random record in full.
+
+        Args:
+            delta: The delta of the statement.
+
+        Raises:
+            ConfigError: `delta` is outside (0, 1), or above 1 / population.
+        """
         require(0 < delta < 1, "delta", delta, "in (0, 1)")
-        hint = (
-            f"The plan speaks of {self.population:.6g} {self.unit}s; with more, a guarantee would allow to publish one."
-        )
+        hint = f"The plan declares {self.population:.6g} {self.unit}s; a larger delta would allow to publish one."
         require(delta * self.population <= 1 + 1e-9, "delta", delta, f"at most {1 / self.population:.3g}", hint)
 
     @property
@@ -82,7 +119,11 @@ class PrivacyPlan:
         return self.steps + self.spare_steps
 
     def count(self, steps: int | None = None) -> MechanismCount:
-        """`steps` (default: all planned) of this plan's mechanism, for the accountant."""
+        """The plan's mechanism, so many times, as the accountant takes it.
+
+        Args:
+            steps: Number of releases (default: all that the plan allows, spare ones included).
+        """
         return MechanismCount(
             noise_multiplier=self.noise_multiplier,
             sampling_rate=self.sampling_rate,
@@ -90,12 +131,29 @@ class PrivacyPlan:
         )
 
     def event(self) -> dpa.DpEvent:
-        """The whole run as dp-accounting's own type, so that others can check it."""
+        """The whole run as a value of dp-accounting, so that others can check it."""
         return self.count().event()
 
-    def epsilon(self, delta: float, accountant: Accountant = "pld") -> float:
-        """Epsilon of all planned steps, spare ones included."""
-        return epsilon_of([self.count()], delta, accountant)
+    def epsilon(self, delta: float | None = None, accountant: Accountant = "pld") -> float:
+        """Epsilon of all planned steps, spare ones included.
+
+        Args:
+            delta: In (0, 1) (default: the delta that the plan was calibrated for).
+            accountant: "pld" is tight, and what to publish. "rdp" gives the larger figure of Renyi DP, to compare with
+                papers that used it.
+
+        Raises:
+            ConfigError: No `delta` is given and the plan has none.
+        """
+        return epsilon_of([self.count()], self.delta_or(delta), accountant)
+
+    def delta_or(self, delta: float | None) -> float:
+        """`delta`, or the plan's own where it is None."""
+        if delta is None and self.delta is None:
+            raise ConfigError(
+                "Expected a delta, since this plan has none. Write epsilon(delta=1e-5) or PrivacyPlan(delta=1e-5)."
+            )
+        return delta if delta is not None else self.delta  # type: ignore[return-value] # one of them is a number
 
     @classmethod
     def calibrate(
@@ -103,36 +161,102 @@ class PrivacyPlan:
         *,
         epsilon: float,
         delta: float,
-        steps: int,
-        sampling_rate: float,
-        expected_batch_size: float,
+        population: float | None = None,
+        batch_size: float | None = None,
+        epochs: float | None = None,
+        steps: int | None = None,
         max_grad_norm: float = 1.0,
         unit: Unit = "example",
         spare_steps: int = 0,
         accountant: Accountant = "pld",
+        sampling_rate: float | None = None,
+        expected_batch_size: float | None = None,
     ) -> PrivacyPlan:
-        """The plan with the least noise (to 0.01 %) whose epsilon is at most `epsilon`; never above it."""
-        require(math.isfinite(epsilon) and epsilon > 0, "epsilon", epsilon, "in (0, inf)")
+        """The plan with the least noise whose epsilon is at most `epsilon`.
+
+        The noise multiplier is the smallest one to within 0.01 %, approached from above, so epsilon is never exceeded.
+
+        Args:
+            epsilon: The most that the run may spend, above 0. About 1 is strong, 8 is common in practice.
+            delta: Probability with which the bound may fail, below 1 / population. A tenth of that is a usual choice.
+                The plan keeps it: `fit`, `epsilon()`, statement and report use it.
+            population: The number of private units (examples or users) that you declare. Round it, because it becomes
+                public. The library never counts the private set.
+            batch_size: Expected number of units per step, at most `population`. Larger batches need more noise per
+                step but less in total. `batch_size=population` uses all units in every step.
+            epochs: How often each unit is drawn on average. Give this or `steps`.
+            steps: Number of updates. Give this or `epochs`.
+            max_grad_norm: Clip norm. It does not change epsilon. See `PrivacyPlan`.
+            unit: "example" or "user".
+            spare_steps: Releases kept in hand for repeats after a crash. See `PrivacyPlan`.
+            accountant: "pld" (tight) or "rdp" (for comparison with papers that used it).
+            sampling_rate: Deprecated, goes in 0.3. Say `population` and `batch_size`.
+            expected_batch_size: Deprecated, goes in 0.3. Say `batch_size`.
+
+        Returns:
+            The plan, with `delta`.
+
+        Raises:
+            ConfigError: A value is out of its range, or no noise multiplier in [0.01, 1e6] reaches `epsilon`.
+
+        >>> plan = PrivacyPlan.calibrate(epsilon=2, delta=1e-5, population=1200, batch_size=120, epochs=10)
+        >>> plan.steps, plan.sampling_rate, plan.epsilon() <= 2
+        (100, 0.1, True)
+        """
+        if sampling_rate is not None or expected_batch_size is not None:
+            warnings.warn(
+                "PrivacyPlan.calibrate(sampling_rate=, expected_batch_size=) goes in version 0.3. Write "
+                "calibrate(population=, batch_size=, epochs= or steps=); sampling_rate is batch_size / population.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            require(population is None and batch_size is None, "population", population, "not to go with sampling_rate")
+            rate, batch = sampling_rate, expected_batch_size
+            if rate is None or batch is None:
+                raise ConfigError("Expected sampling_rate and expected_batch_size together.")
+        else:
+            if population is None or batch_size is None:
+                raise ConfigError(f"Expected population={population} and batch_size={batch_size} to be numbers.")
+            require(population >= 1, "population", population, "at least 1")
+            require(0 < batch_size <= population, "batch_size", batch_size, f"in (0, {population:g}], the population")
+            rate, batch = batch_size / population, float(batch_size)
+        if (epochs is None) == (steps is None):
+            raise ConfigError(f"Expected either epochs or steps, got epochs={epochs} and steps={steps}.")
+        if steps is None:
+            assert epochs is not None
+            require(0 < epochs < math.inf, "epochs", epochs, "above 0")
+            steps = max(1, round(epochs / rate))
         base = cls(
             steps=steps,
-            sampling_rate=sampling_rate,
-            expected_batch_size=expected_batch_size,
+            sampling_rate=rate,
+            expected_batch_size=batch,
             noise_multiplier=1.0,
             max_grad_norm=max_grad_norm,
             unit=unit,
             spare_steps=spare_steps,
+            delta=delta,
         )
-        base.check_delta(delta)
-        # Cheap accountants, never below the exact one, find the neighbourhood for the dear ones.
+        return base.with_least_noise(epsilon, accountant)
+
+    def with_least_noise(self, epsilon: float, accountant: Accountant = "pld") -> PrivacyPlan:
+        """The same plan with the smallest noise multiplier whose epsilon, at the plan's delta, is at most `epsilon`.
+
+        Args:
+            epsilon: Above 0.
+            accountant: "pld" or "rdp".
+        """
+        require(math.isfinite(epsilon) and epsilon > 0, "epsilon", epsilon, "in (0, inf)")
+        delta = self.delta_or(None)
+        # Bracket sigma with cheap upper bounds (RDP, coarse PLD) before the fine PLD search.
         stages: list[tuple[Accountant, float]] = [("rdp", 0.0), ("pld", 1e-3), ("pld", PLD_INTERVAL)]
         sigma, step = 1.0, 1.1
         for name, interval in stages[:1] if accountant == "rdp" else stages:
 
             def at(s: float, name: Accountant = name, interval: float = interval) -> float:
-                return epsilon_of([replace(base, noise_multiplier=s).count()], delta, name, interval=interval)
+                return epsilon_of([replace(self, noise_multiplier=s).count()], delta, name, interval=interval)
 
             sigma, step = _least_noise(at, epsilon, start=sigma, step=step), 1 + (step - 1) / 10
-        return replace(base, noise_multiplier=sigma)
+        return replace(self, noise_multiplier=sigma)
 
     @classmethod
     def closed_form(
@@ -144,10 +268,23 @@ class PrivacyPlan:
         expected_batch_size: float,
         max_grad_norm: float = 1.0,
     ) -> PrivacyPlan:
-        """Algorithm 1's own noise, ``sigma^2 = 8 L^2 T log(1/delta) / (epsilon n)^2`` on the mean gradient.
+        """The noise of Algorithm 1 in Amid et al. (2022), which can be checked by hand. Full batch only.
 
-        Full batch only. On the *sum*, in units of L, that is ``sqrt(8 T log(1/delta)) / epsilon``. It is checkable by
-        hand and about twice as much noise as `calibrate` finds necessary.
+        ``sigma^2 = 8 L^2 T log(1/delta) / (epsilon n)^2`` on the mean gradient, which on the *sum*, in units of the
+        clip norm L, is ``sqrt(8 T log(1/delta)) / epsilon``. `calibrate` needs about half as much noise.
+
+        Args:
+            epsilon: The most that the run may spend, above 0.
+            delta: In (0, 1).
+            steps: Number of updates T.
+            expected_batch_size: The declared number of private units n.
+            max_grad_norm: Clip norm L.
+
+        Raises:
+            ConfigError: The bound does not hold for these numbers, which happens for a large epsilon.
+
+        References:
+            Amid et al. (2022), Public Data-Assisted Mirror Descent for Private Model Training, arXiv:2112.00193.
 
         >>> plan = PrivacyPlan.closed_form(epsilon=1.0, delta=1e-5, steps=100, expected_batch_size=10_000)
         >>> plan.epsilon(1e-5) < 1.0
@@ -162,17 +299,27 @@ class PrivacyPlan:
             expected_batch_size=expected_batch_size,
             noise_multiplier=sigma,
             max_grad_norm=max_grad_norm,
+            delta=delta,
         )
-        if plan.epsilon(delta) > epsilon:
+        if plan.epsilon() > epsilon:
             raise ConfigError(f"The closed form does not reach epsilon={epsilon} at delta={delta}; use calibrate().")
         return plan
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The mechanism as JSON, without delta, which files store beside it."""
+        return {name: value for name, value in asdict(self).items() if name != "delta"}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
-        names = {f.name for f in fields(cls)}
+        """The plan that `to_dict` wrote.
+
+        Args:
+            values: What `to_dict` returned.
+
+        Raises:
+            ConfigError: A field is missing, unknown or out of its range.
+        """
+        names = {f.name for f in fields(cls)} - {"delta"}
         require(set(values) <= names, "plan fields", sorted(set(values) - names), f"to be among {sorted(names)}")
         try:
             return cls(**values)

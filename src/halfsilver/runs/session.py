@@ -174,9 +174,9 @@ def _open_ledger(path: str | Path | None, folder: RunFolder, plan: PrivacyPlan) 
 
 
 def _delta_of(folder: RunFolder, plan: PrivacyPlan) -> float:
-    """The default, or what the run that lies there began with: earlier versions had another default."""
+    """What the run that lies there began with; else the plan's own delta, or the default."""
     found = read_json(folder.config).get("delta") if folder.config.exists() else None
-    return found if type(found) is float and 0 < found < 1 else default_delta(plan)
+    return found if type(found) is float and 0 < found < 1 else plan.delta or default_delta(plan)
 
 
 def _place(ledger: Path, folder: Path) -> str:

@@ -57,7 +57,7 @@ def make_plan(recipe: Recipe, population: int, epsilon: float | None, delta: flo
     if epsilon is None:
         return PrivacyPlan.from_dict({**values, "noise_multiplier": recipe.noise_multiplier})
     spare = _spare(recipe, values["steps"])
-    return PrivacyPlan.calibrate(**values, spare_steps=spare, epsilon=epsilon, delta=delta)
+    return PrivacyPlan(**values, noise_multiplier=1.0, spare_steps=spare, delta=delta).with_least_noise(epsilon)
 
 
 def _spare(recipe: Recipe, steps: int) -> int:

@@ -76,7 +76,7 @@ def noise_multiplier(steps: int) -> float:
 
 @cache
 def _one_step() -> float:
-    plan = PrivacyPlan.calibrate(epsilon=EPSILON, delta=DELTA, steps=1, sampling_rate=1.0, expected_batch_size=1.0)
+    plan = PrivacyPlan.calibrate(epsilon=EPSILON, delta=DELTA, steps=1, population=1, batch_size=1)
     return plan.noise_multiplier
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import halfsilver as hs
 from halfsilver._core.tensors import norm
 from halfsilver.errors import ConfigError
-from halfsilver.mirror import Clock, FallBack, FirstOrder
+from halfsilver.mirror import Clock, FallBack, FirstOrder, Step
 
 START = Clock(step=0, total_steps=10)
 State = dict[str, Tensor]
@@ -37,7 +37,7 @@ def step(
 ) -> tuple[list[Tensor], State]:
     params = [torch.zeros_like(r) for r in released]
     state = mirror.init(params=params, public=public) if state is None else state
-    direction, state = mirror.direction(released, state, params=params, public=public, clock=clock, lr=0.1)
+    direction, state = mirror.direction(released, state, Step(params=params, public=public, clock=clock, lr=0.1))
     return direction, state
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+import halfsilver as hs
 from halfsilver._core.tensors import norm, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.mirror import (
@@ -15,11 +17,14 @@ from halfsilver.mirror import (
     Euclidean,
     FirstOrder,
     PublicLoss,
+    Stateless,
+    Step,
     chain,
     clip_released,
     constant,
     cosine,
 )
+from halfsilver.mirror.base import as_map
 
 MakePublic = Callable[..., PublicLoss]
 Released = Callable[[PublicLoss], list[Tensor]]
@@ -47,7 +52,7 @@ class Recorder:
 def apply(mirror: Any, released: list[Tensor], public: Any, clock: Clock = START) -> list[Tensor]:
     params = [torch.zeros_like(r) for r in released]
     state = mirror.init(params=params, public=public)
-    return list(mirror.direction(released, state, params=params, public=public, clock=clock, lr=0.1)[0])
+    return list(mirror.direction(released, state, Step(params=params, public=public, clock=clock, lr=0.1))[0])
 
 
 def test_euclidean_returns_what_was_released() -> None:
@@ -89,7 +94,7 @@ def test_first_order_uses_the_public_batch_of_its_step(least_squares: MakePublic
     params, gradient = trainable(public.model), released(public)
     for step in (0, 1, 5):
         clock = Clock(step=step, total_steps=9)
-        got, _ = FirstOrder(0.5).direction(gradient, {}, params=params, public=public, clock=clock, lr=1.0)
+        got, _ = FirstOrder(0.5).direction(gradient, {}, Step(params=params, public=public, clock=clock, lr=1.0))
         expected = [0.5 * r + 0.5 * g for r, g in zip(gradient, public.gradient(step=step), strict=True)]
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
@@ -99,7 +104,7 @@ def test_first_order_below_one_needs_public_data_before_the_first_step(alpha: An
     with pytest.raises(ConfigError, match="FirstOrder needs public data"):
         FirstOrder(alpha).init(params=[], public=None)
     with pytest.raises(ConfigError, match="FirstOrder needs public data"):
-        FirstOrder(alpha).direction([], {}, params=[], public=None, clock=Clock(step=9, total_steps=10), lr=1.0)
+        FirstOrder(alpha).direction([], {}, Step(params=[], public=None, clock=Clock(step=9, total_steps=10), lr=1.0))
 
 
 def test_bad_options_are_refused() -> None:
@@ -136,7 +141,76 @@ def test_chain_keeps_the_states_apart(least_squares: MakePublic, released: Relea
     mirror = chain(DualAveraging(), chain(Euclidean(), DualAveraging(damping=2.0)))
     assert mirror.persistent == ("0.dual", "1.1.dual")
     state = mirror.init(params=params, public=public)
-    _, state = mirror.direction(gradient, state, params=params, public=public, clock=clock, lr=0.5)
+    _, state = mirror.direction(gradient, state, Step(params=params, public=public, clock=clock, lr=0.5))
     flat = torch.cat([g.reshape(-1) for g in gradient])
     assert torch.allclose(state["0.dual"], 0.5 * flat)
     assert not torch.allclose(state["0.dual"], state["1.1.dual"])
+
+
+# ---- the signature of version 0.1
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A map as docs/extend.md of version 0.1 had it."""
+
+    persistent: ClassVar[tuple[str, ...]] = ("count",)
+
+    def init(self, *, params: Any, public: Any) -> Any:
+        return {"count": torch.zeros(())}
+
+    def direction(self, released: Any, state: Any, *, params: Any, public: Any, clock: Any, lr: Any) -> Any:
+        assert (params, public, clock.step, lr) == ([], None, 3, 0.1)
+        return [g / 2 for g in released], {"count": state["count"] + 1}
+
+
+class Loose(Stateless):
+    def direction(self, released: Any, state: Any, **options: Any) -> Any:
+        return [options["lr"] * g for g in released], state
+
+
+class Wrong(Stateless):
+    def direction(self, released: Any) -> Any:
+        return released
+
+
+STEP = Step(params=[], public=None, clock=Clock(step=3, total_steps=10), lr=0.1)
+
+
+def test_a_map_of_version_0_1_works_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Halved\.direction.*direction\(self, released, state, step\)"):
+        mirror = as_map(Halved())
+    state = mirror.init(params=[], public=None)
+    direction, state = mirror.direction([torch.tensor(4.0)], state, STEP)
+    assert (float(direction[0]), float(state["count"])) == (2.0, 1.0)
+    assert mirror.persistent == ("count",)
+    assert repr(mirror) == "Halved()"  # the run folder's word for it
+    assert as_map(mirror) is mirror
+    with pytest.warns(DeprecationWarning, match="Loose"):
+        assert float(as_map(Loose()).direction([torch.tensor(2.0)], {}, STEP)[0][0]) == pytest.approx(0.2)
+
+
+def test_wherever_the_library_takes_a_map_it_takes_one_of_version_0_1() -> None:
+    earlier: Any = Halved()
+    model = torch.nn.Linear(2, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = hs.PrivacyPlan(steps=2, sampling_rate=0.5, expected_batch_size=2, noise_multiplier=1.0)
+    with pytest.warns(DeprecationWarning, match="Halved") as warned:
+        trainer = hs.Trainer(model, lambda model, batch: model(batch), optimizer=sgd, plan=plan, mirror=earlier)
+    assert warned[0].filename == __file__
+    assert replace(trainer, plan=plan).mirror is trainer.mirror  # warns once
+    with pytest.warns(DeprecationWarning, match="Halved") as warned:
+        both = chain(Euclidean(), earlier)
+    assert warned[0].filename == __file__
+    direction, _ = both.direction([torch.tensor(4.0)], both.init(params=[], public=None), STEP)
+    assert float(direction[0]) == 2.0
+
+
+def test_a_map_that_can_be_called_neither_way_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Wrong\.direction\(released, state, step\)"):
+        as_map(Wrong())
+
+
+def test_maps_of_today_are_taken_as_they_are() -> None:
+    for mirror in (Euclidean(), FirstOrder(0.5), chain(Euclidean())):
+        assert as_map(mirror) is mirror

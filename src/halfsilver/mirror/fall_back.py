@@ -10,9 +10,10 @@ import torch
 
 from halfsilver._core.tensors import Tensors, dot, lerp, norm
 from halfsilver.errors import require
-from halfsilver.mirror.maps import FirstOrder, State
+from halfsilver.mirror.base import Mixture, State, Step
+from halfsilver.mirror.first_order import FirstOrder
 from halfsilver.mirror.public import PublicLoss
-from halfsilver.mirror.schedules import Clock, weight_at
+from halfsilver.mirror.schedules import weight_at
 
 
 @final
@@ -50,26 +51,24 @@ class FallBack:
         start = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
         return {"evidence": start.to(params[0].device) if params else start}
 
-    def direction(
-        self,
-        released: Tensors,
-        state: State,
-        *,
-        params: Tensors,
-        public: PublicLoss | None,
-        clock: Clock,
-        lr: float,
-    ) -> tuple[Tensors, State]:
-        alpha = weight_at(self.mirror.alpha, clock)
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
+        alpha = weight_at(self.mirror.alpha, step.clock)
         if alpha == 1.0:
             return released, state
-        gradient = self.mirror.public_gradient(params, public, clock)
+        gradient = self.mirror.public_gradient(step)
         length = norm(gradient)
         if not math.isfinite(length):
             return released, state
         evidence = self._weigh(dot(released, gradient) / length if length else 0.0, *state["evidence"].tolist())
         after = {"evidence": state["evidence"].new_tensor(evidence)}
         return lerp(alpha + (1 - evidence[2]) * (1 - alpha), released, gradient), after
+
+    def mixture(self, released: Tensors, state: State, step: Step, *, curvature: float) -> Mixture:
+        direction, after = self.direction(released, state, step)
+        if direction is released:  # alpha is 1, or the public gradient is not finite
+            return Mixture(private=1.0)
+        one, trust = self.mirror.mixture(released, state, step, curvature=curvature), float(after["evidence"][2])
+        return Mixture(private=1 - trust * (1 - one.private), public=trust * one.public)
 
     def _weigh(self, projection: float, total: float, squares: float, trust: float) -> tuple[float, float, float]:
         """The evidence with one more projection."""
