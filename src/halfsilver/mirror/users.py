@@ -1,4 +1,4 @@
-"""Public users: a pseudo-gradient for the mirror map, computed as the private users compute theirs."""
+"""Public users: the mirror of a federated run is a pseudo-gradient, made as the private users make theirs."""
 
 from __future__ import annotations
 
@@ -21,38 +21,11 @@ from halfsilver.mirror.rows import derive_seed
 
 @final
 class PublicUsers(PublicLoss):
-    """The public loss of some public users, whose gradient is the mean update that their local training would make.
+    """The public loss of some users, whose "gradient" is the mean of what their local training would change.
 
-    In step t, `cohort` users are drawn and each trains on its own rows in a random order. The gradient is (1 / cohort)
-    sum_k clip(theta - theta_k, max_norm), with theta_k the parameters after user k's training. Private users do the
-    same, so both directions are of one kind and size. The value and all derivatives other than `gradient` are those of
-    the loss over all rows.
-
-    Args:
-        model: The model that is trained.
-        loss_fn: A function of model and batch that returns one number per example.
-        users: The rows of each public user: one batch per user, at least one.
-        local: How each user trains. Use that of the private users.
-        cohort: How many users are drawn per step, at least 1. Default None, which takes all. Lower it to save time.
-        max_norm: The clip norm of one user's update, above 0. Default None, which does not clip. Use the plan's
-            ``max_grad_norm``.
-        seed: Seed of the draws. Default 0. Public randomness needs no entropy of the system.
-
-    Raises:
-        ConfigError: If there are no users, or if `cohort` is below 1.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> loss_fn = lambda model, batch: 3 * model(batch).squeeze(1)
-        >>> public = PublicUsers(model, loss_fn, [torch.ones(4, 1), torch.ones(2, 1)], LocalTraining(lr=1.0))
-        >>> public.gradient(step=0)[0].round().item()
-        3.0
-
-    References:
-        - Amid et al. 2022, Public Data-Assisted Mirror Descent for Private Model Training, ICML, arXiv:2112.00193.
-        - McMahan, Moore, Ramage, Hampson and Aguera y Arcas 2017, Communication-Efficient Learning of Deep Networks
-          from Decentralized Data, arXiv:1602.05629, for local training.
+    Each of `cohort` users (all by default), drawn by the step, trains on its own rows in an order drawn by the step;
+    its update is clipped to `max_norm`. That is what private users do, so the two directions are of one kind and size.
+    Value and derivatives other than `gradient` are those of the loss over all rows.
     """
 
     def __init__(
@@ -77,15 +50,7 @@ class PublicUsers(PublicLoss):
         return [*super().sources, *self._users]
 
     def gradient(self, params: Tensors | None = None, *, step: int | None = None) -> Tensors:
-        """The mean update of the public users of one step.
-
-        Args:
-            params: Where local training starts. Default None, which means at the model's own parameters.
-            step: The step whose users and orders are drawn, from 0. Default None, which draws with the seed alone.
-
-        Returns:
-            One tensor per trainable parameter.
-        """
+        """The mean update of the public users of this step, at the parameters that are given."""
         live = trainable(self.model)
         with own_randomness(derive_seed(self.seed, step), [live[0].device]), untouched(self.model):
             copy_to(live, params or live)
