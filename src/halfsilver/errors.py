@@ -25,6 +25,17 @@ class BudgetExceeded(HalfsilverError):
 
     It is raised before private data are touched, and nothing is spent. `Trainer.fit` raises it only if not even the
     first step is allowed. A later refusal ends the run, and its result says so.
+
+    Example:
+        >>> import tempfile
+        >>> import halfsilver as hs
+        >>> ledger = hs.Ledger.open(tempfile.mkdtemp() + "/ledger.jsonl", budget=hs.Budget(epsilon=0.01, delta=1e-5))
+        >>> plan = hs.PrivacyPlan(steps=1, sampling_rate=1.0, expected_batch_size=50, noise_multiplier=1.0)
+        >>> run = ledger.register_run("first", plan)
+        >>> ledger.intend("first")
+        Traceback (most recent call last):
+        ...
+        halfsilver.errors.BudgetExceeded: ... The private data was not touched; the run stops here.
     """
 
 
@@ -32,6 +43,16 @@ class LedgerCorrupt(HalfsilverError):
     """A privacy ledger is not the file that its own hash chain, its head file or a checkpoint says it is.
 
     Restore the newest copy. Do not continue with an older one, because it does not count all steps.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import halfsilver as hs
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "ledger.jsonl"
+        >>> size = path.write_text("something else")
+        >>> hs.Ledger.open(path)
+        Traceback (most recent call last):
+        ...
+        halfsilver.errors.LedgerCorrupt: ...
     """
 
 
@@ -51,6 +72,18 @@ class UnsupportedLayer(HalfsilverError):
     """A module cannot be trained with a guarantee per example, or not by the chosen backend.
 
     The message says what to change, often the layer or the backend.
+
+    Example:
+        >>> import torch
+        >>> import halfsilver as hs
+        >>> from halfsilver.privacy.gradients import make_backend
+        >>> model = torch.nn.Embedding(3, 2, max_norm=1.0)
+        >>> loss_fn = lambda model, batch: model(batch).sum((1, 2))
+        >>> rows = torch.zeros(4, 1, dtype=torch.int64)
+        >>> make_backend(hs.Speed(backend="book"), model, loss_fn, rows).clipped_sum(rows, 1.0)
+        Traceback (most recent call last):
+        ...
+        halfsilver.errors.UnsupportedLayer: ... Drop the option.
     """
 
 

@@ -91,9 +91,9 @@ def pda_risk_bound(eigenvalues: Vector, *, n_pub: float, n_priv: float, epsilon:
 def dpsgd_risk_bound(eigenvalues: Vector, *, n_priv: float, epsilon: float, delta: float) -> float:
     """Excess population risk of DP-SGD without public data: `pda_risk_bound` with ``p / l_min`` in place of chi.
 
-    Run the theorem's proof with Psi = |theta|^2 / 2 on a ball of radius 1. The squared Gaussian width of the ball is p,
-    Psi is 1-strongly convex, and the loss is l_min-strongly convex with respect to Psi. The width over the last of
-    these is p / l_min. It is p^2 where all eigenvalues are 1/p, and p^2.5 where one of them is p^-1.5.
+    Run the theorem's proof with ``Psi = |theta|^2 / 2`` on a ball of radius 1. The squared Gaussian width of the ball
+    is p, Psi is 1-strongly convex, and the loss is l_min-strongly convex with respect to Psi. The width over the last
+    of these is p / l_min. It is p^2 where all eigenvalues are 1/p, and p^2.5 where one of them is p^-1.5.
 
     The bound does not depend on where DP-SGD starts, so it does not show the effect of a start at the public minimum.
 

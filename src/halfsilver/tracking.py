@@ -162,6 +162,10 @@ class MLflow(_Tracker):
     Raises:
         MissingExtra: If mlflow is not installed.
         ConfigError: If `delta` is given without `plan`, or is out of range.
+
+    Example:
+        >>> MLflow("first", experiment="demo", tracking_uri="sqlite:///mlflow.db").experiment
+        'demo'
     """
 
     run: str

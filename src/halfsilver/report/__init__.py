@@ -36,6 +36,19 @@ def write_report(path: str | Path, out: str | Path | None = None) -> Path:
         ConfigError: If `path` is none of these.
         CheckpointCorrupt: If its files hold values that cannot be shown.
         MissingExtra: If matplotlib is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> import halfsilver as hs
+        >>> loss_fn = lambda model, batch: (model(batch[0]).squeeze(1) - batch[1]).square()
+        >>> model = torch.nn.Linear(3, 1)
+        >>> plan = hs.PrivacyPlan(steps=5, sampling_rate=0.5, expected_batch_size=100, noise_multiplier=1.0)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = hs.Trainer(model, loss_fn, optimizer=sgd, plan=plan)
+        >>> run = trainer.fit((torch.randn(200, 3), torch.randn(200)), run_dir=tempfile.mkdtemp() + "/run", delta=1e-5)
+        >>> write_report(run.run_dir).name
+        'report.html'
     """
     path = Path(path)
     found = load(path)

@@ -53,6 +53,17 @@ def make_client_app(setup: Callable[[Context], Client]) -> ClientApp:
 
     Returns:
         The app.
+
+    Example:
+        >>> import torch
+        >>> from halfsilver.federated import LocalTraining, PrivateUsers, TensorUsers
+        >>> def setup(context):
+        ...     rows = torch.randn(20, 3), torch.randn(20)
+        ...     users = PrivateUsers(TensorUsers(rows, users=[i // 5 for i in range(20)]))
+        ...     loss_fn = lambda model, batch: (model(batch[0]).squeeze(1) - batch[1]).square()
+        ...     return Client(model=torch.nn.Linear(3, 1), loss_fn=loss_fn, users=users, local=LocalTraining(lr=0.1))
+        >>> type(make_client_app(setup)).__name__
+        'ClientApp'
     """
     app = ClientApp()
 

@@ -121,6 +121,11 @@ class Enrolment:
 
         Returns:
             Per member, the numbers of its own users, which count from 0 within the node.
+
+        Example:
+            >>> a, b = (Member(name=name, fingerprint=digit * 64, users=2) for name, digit in (("a", "0"), ("b", "1")))
+            >>> {member.name: users for member, users in Enrolment((a, b)).by_member([1, 2, 3]).items()}
+            {'a': [1], 'b': [0, 1]}
         """
         ends = list(accumulate(m.users for m in self.members))
         found: dict[Member, list[int]] = {}

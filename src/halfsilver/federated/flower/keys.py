@@ -47,6 +47,13 @@ def fingerprint(data: bytes) -> str:
     Raises:
         ConfigError: If it is a key of another kind.
         ValueError: If it is no key.
+
+    Example:
+        >>> from cryptography.hazmat.primitives import serialization
+        >>> key = ec.generate_private_key(ec.SECP384R1()).public_key()
+        >>> openssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+        >>> len(fingerprint(key.public_bytes(*openssh)))
+        64
     """
     form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(public_key(data).public_bytes(*form)).hexdigest()

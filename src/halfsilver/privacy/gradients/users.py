@@ -1,4 +1,9 @@
-"""User-level privacy: a person's gradients are summed first and clipped as one."""
+"""User-level privacy: a person's gradients are summed first and clipped as one.
+
+References:
+    - McMahan, Ramage, Talwar and Zhang 2018, Learning Differentially Private Recurrent Language Models,
+      arXiv:1710.06963.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ def clipped_user_gradient(
     max_grad_norm: float,
     adding: Adding | None = None,
 ) -> ClippedSum:
-    """The clipped sum of the gradients of all records of one user, who has as much influence as one example has."""
+    """The clipped sum of the gradients of all records of one user, who then has as much influence as one example."""
     params = trainable(model)
     total = [torch.zeros_like(p, dtype=torch.float64) for p in params]
     with torch.enable_grad():

@@ -29,6 +29,14 @@ class Round:
             Poisson sample of this round and may be empty.
         max_grad_norm: The clip norm of one user's update, above 0. It is fixed for the whole run.
         seed: A fresh number per round, for dropout and other randomness of local training.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> loss_fn = lambda model, batch: model(batch).squeeze(1)
+        >>> users = torch.tensor([3, 8])
+        >>> Round(step=0, model=model, loss_fn=loss_fn, users=users, max_grad_norm=1.0, seed=7).users.tolist()
+        [3, 8]
     """
 
     step: int
@@ -52,6 +60,11 @@ class Contribution:
         users: How many users the sender was asked for in this round, at least 1. Default 1. The engine must know this
             number by itself and never take it from the sender, because the contribution is clipped to `users` clip
             norms.
+
+    Example:
+        >>> import torch
+        >>> Contribution([torch.zeros(1, 2), torch.zeros(1)]).users
+        1
     """
 
     tensors: Sequence[Tensor]
@@ -65,6 +78,15 @@ class Engine(Protocol):
     An engine yields the contributions of a round in any order. A user who does not answer is missing and counts as
     zero. No error that an engine raises may depend on what users hold or send. Sampling, clipping of single updates,
     noise and the ledger are not the engine's task.
+
+    Example:
+        >>> class Nobody:
+        ...     population = 100
+        ...
+        ...     def contributions(self, round):
+        ...         return iter(())  # nobody answers
+        >>> isinstance(Nobody(), Engine)
+        True
     """
 
     @property

@@ -1,4 +1,4 @@
-"""The backend: patch the layers, run one pass, weigh what was written down."""
+"""The backend: patch the layers, run one pass, and weight what was recorded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,15 @@ Group = tuple[list[int], Contribution]
 
 @final
 class BookKeeping:
-    """Norms and sums from layer inputs and output gradients; modules without a kernel fall back on their own."""
+    """Norms and sums from layer inputs and output gradients. A module without a kernel uses the slower `Fallback`.
+
+    With squared norms n_i^2 from `Contribution.norms` and weights w_i = min(1, C / ((1 + margin) n_i)), the result is
+    sum_i w_i G_i from `Contribution.weighted_sum`. A row whose terms nearly cancel is multiplied out in float64.
+
+    References:
+        - Bu, Wang, Zha and Karypis 2023, Differentially Private Optimization on Large Model at Small Cost,
+          arXiv:2210.00038.
+    """
 
     name = "book"
 
@@ -82,7 +90,7 @@ class BookKeeping:
 
 
 def _groups(found: list[Contribution | None]) -> list[Group]:
-    """Contributions with the parameters they are for; small ones side by side, because each call has its price."""
+    """Contributions with their parameters. Small ones are put together, because each call has a fixed cost."""
     parts = [(i, c) for i, c in enumerate(found) if c is not None]
     small = {i: c.flat for i, c in parts if isinstance(c, Materialised) and c.flat.shape[1] <= _SMALL}
     groups: list[Group] = [([i], c) for i, c in parts if i not in small]
@@ -90,7 +98,7 @@ def _groups(found: list[Contribution | None]) -> list[Group]:
 
 
 def _totals(groups: list[Group], rows: int, device: torch.device, adding: Adding) -> tuple[Tensor, Tensor]:
-    """Squared norms, and what to add to them: their own rounding, and what pays for that of the sums."""
+    """Squared norms, and what to add to them: their own rounding, and the share that pays for rounding of the sums."""
     squared = torch.zeros(rows, dtype=torch.float64, device=device)
     slack = torch.zeros_like(squared)
     for _, contribution in groups:

@@ -2,6 +2,11 @@
 
 With out = weight * z + bias and z the normalised input, the per-example gradients are sum g * z and sum g by the chain
 rule, over all positions that share a weight.
+
+References:
+    - Ba, Kiros and Hinton 2016, Layer Normalization, arXiv:1607.06450.
+    - Zhang and Sennrich 2019, Root Mean Square Layer Normalization, arXiv:1910.07467.
+    - Wu and He 2018, Group Normalization, arXiv:1803.08494.
 """
 
 from __future__ import annotations
@@ -57,9 +62,9 @@ def _tap(
     normalise: OneNumberEach,
     summed: OneNumberEach,
 ) -> Tensor:
-    """out = weight * normalised + bias, so that the gradients are sums of g * normalised and of g.
+    """out = weight * normalised + bias, so the gradients are sums of g * normalised and of g.
 
-    The normalised input is computed anew rather than kept: it would take the memory of one more activation.
+    The normalised input is computed again and not kept, because it would take the memory of one more activation.
     """
     kept, weight, bias = Unchanged(x), module.weight, getattr(module, "bias", None)
 

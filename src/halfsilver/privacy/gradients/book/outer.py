@@ -193,7 +193,7 @@ def _norms_of_block(parts: Sequence[Outer]) -> SquaredNorms:
 
 
 def joined(found: Sequence[SquaredNorms]) -> SquaredNorms:
-    """Norms of all rows, of those of one block after the other."""
+    """The norms of several blocks of rows as those of all rows."""
     squared, slack = torch.cat([n.squared for n in found]), torch.cat([n.slack for n in found])
     return SquaredNorms(squared, slack, torch.cat([n.terms for n in found if n.terms is not None]), found[0].steps)
 
@@ -223,21 +223,24 @@ def _inner_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def lengths_from(squares: Tensor, dtype: torch.dtype, entries: int) -> Tensor:
-    """Lengths of the factors, none too small: squares that left the range of `dtype` are made up for."""
+    """Lengths of the factors, none of them too small: it adds what squares below the range of `dtype` may have lost."""
     return (squares.double() + entries * torch.finfo(dtype).tiny).sqrt()
 
 
 def gram_norms(squared: Tensor, left: Tensor, right: Tensor, entries: int) -> SquaredNorms:
-    """What Gram matrices came to, given the lengths of all factors, [rows, terms] each."""
+    """The squared norms from Gram matrices with their slack, given the lengths of all factors, [rows, terms] each."""
     terms = (left * right).sum(1).square()
     return SquaredNorms(squared.clamp_(min=0.0), gram_slack(left, right, entries), terms, left.shape[1])
 
 
 def gram_slack(left: Tensor, right: Tensor, entries: int) -> Tensor:
-    """What rounding and underflow can take from a Gram norm.
+    """An upper bound on what rounding and underflow can take from a Gram norm.
 
-    Inner products of p and of q numbers, their product, and the sum of T^2 of these: each term is off by at most
-    p + q + T^2 roundings, and the lengths of all terms are (sum_t |l_t| |r_t|)^2 together.
+    Inner products of p and of q numbers, their product, and the sum of T^2 of these: each term is off by at most p + q
+    + T^2 roundings, and all terms together have the length (sum_t |l_t| |r_t|)^2.
+
+    References:
+        - Higham 2002, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM, chapter 3, for inner products.
     """
     steps, kind = left.shape[1], torch.finfo(torch.float64)
     rounding = (entries + steps**2 + 8) * kind.eps * (left * right).sum(1).square()

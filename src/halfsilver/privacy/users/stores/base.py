@@ -18,6 +18,17 @@ class UserStore(Protocol):
 
     Users are numbered from 0, and no person may have two numbers. A second number would be a second contribution, which
     the noise does not hide.
+
+    Example:
+        >>> import torch
+        >>> class Even:
+        ...     def size(self):
+        ...         return 10
+        ...
+        ...     def rows(self, user, limit):
+        ...         return torch.full((5, 1), 2.0 * user)[:limit]
+        >>> PrivateUsers(Even())
+        PrivateUsers(<opaque>)
     """
 
     def size(self) -> int:

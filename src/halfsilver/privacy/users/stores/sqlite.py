@@ -35,6 +35,10 @@ class Tables:
         key: The column, in both tables, that names the user. Default "client_id".
         split: The column, in both tables, that names the split. Default "split_name".
         value: The column of `examples` that `encode` gets. Default "serialized_example_proto".
+
+    Example:
+        >>> Tables(key="name").sql("SELECT {key} FROM {users}")
+        'SELECT `name` FROM `client_metadata`'
     """
 
     users: str = "client_metadata"
@@ -184,6 +188,22 @@ def tff_users(path: Path | str, *, encode: Callable[[list[Example]], Batch], spl
 
     Raises:
         PrivateDataError: As for `SqliteUsers`.
+
+    Example:
+        >>> import sqlite3, tempfile
+        >>> import torch
+        >>> path = tempfile.mkdtemp() + "/tff.sqlite"
+        >>> sqlite3.connect(path).executescript('''
+        ...     CREATE TABLE client_metadata (client_id TEXT, split_name TEXT);
+        ...     CREATE TABLE examples (client_id TEXT, split_name TEXT, serialized_example_proto BLOB);
+        ...     CREATE INDEX metadata_by_user ON client_metadata (client_id);
+        ...     CREATE INDEX examples_by_user ON examples (client_id);
+        ...     INSERT INTO client_metadata VALUES ('ann', 'train');
+        ...     INSERT INTO examples VALUES ('ann', 'train', x'');
+        ... ''').connection.close()
+        >>> store = tff_users(path, encode=lambda examples: torch.ones(len(examples), 1))
+        >>> store.size(), store.rows(0, 10)
+        (1, tensor([[1.]]))
     """
 
     def parsed(values: list[Any]) -> Batch:

@@ -1,6 +1,7 @@
 """Convolutions over one or two dimensions, with any stride, padding, dilation and number of groups.
 
-Activations stay in the layout they come in: nothing here converts a channels_last tensor as a whole.
+Activations stay in the layout they come in: nothing here converts a channels_last tensor as a whole. The package names
+the sources of the formulas.
 """
 
 from __future__ import annotations

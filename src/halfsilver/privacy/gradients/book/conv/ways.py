@@ -1,4 +1,11 @@
-"""What a convolution's gradients are made of, and the two plainest ways to multiply them out for each example."""
+"""What a convolution's gradients are made of, and the two simplest ways to multiply them out per example.
+
+References:
+    - Rochette, Manoel and Tramel 2019, Efficient Per-Example Gradient Computations in Convolutional Neural Networks,
+      arXiv:1912.06015, for `grouped`.
+    - Chellapilla, Puri and Simard 2006, High Performance Convolutional Neural Networks for Document Processing, IWFHR,
+      for convolutions as matrix products (`columns`).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +29,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a convolution walks over its input: kernel size, stride, padding and dilation, each (height, width)."""
+    """How a convolution moves over its input: kernel size, stride, padding and dilation, each (height, width)."""
 
     kernel: Pair
     stride: Pair
@@ -104,7 +111,7 @@ def _unfolded(products: Products) -> Tensor:
 
 
 def grouped(products: Products) -> Tensor:
-    """[rows, out, in, *kernel]: the library's own kernel for grouped convolutions, one row a group."""
+    """[rows, out, in, *kernel]: the library's own kernel for grouped convolutions, one group per row."""
     x, g = products.x, products.g
     shape = (len(x) * g.shape[1], x.shape[1], *products.geometry.kernel)
     out = weight_gradient(x.reshape(1, -1, *x.shape[2:]), g.reshape(1, -1, *g.shape[2:]), shape, products.geometry)

@@ -1,4 +1,8 @@
-"""nn.RNN: one gate, tanh or relu."""
+"""nn.RNN: one gate, tanh or relu.
+
+References:
+    - Elman 1990, Finding Structure in Time, Cognitive Science 14(2).
+"""
 
 from __future__ import annotations
 

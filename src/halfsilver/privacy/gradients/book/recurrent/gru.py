@@ -1,4 +1,9 @@
-"""GRU: the two loops over time, for all that nn.GRU offers."""
+"""GRU: the two loops over time, for all options of nn.GRU.
+
+References:
+    - Cho et al. 2014, Learning Phrase Representations using RNN Encoder-Decoder for Statistical Machine Translation,
+      arXiv:1406.1078. torch applies the reset gate after the product with the matrix, and so does this file.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
 """Recurrent layers: one loop over time forward, one back, and no weight gradient in either.
 
-The gradients at the pre-activations, [T, rows, gates], are all that the loops have to find: with the layer's input and
-its earlier states they are the factors of the matrices' gradients. The input is projected outside the loops, for all
-times at once. Inside, everything lies with time first, so that each step works on memory in one piece.
+The loops only have to compute the gradients at the pre-activations, [T, rows, gates]. With the layer's input and its
+earlier states, these are the factors of the matrices' gradients: G_i = sum_t d_it x_it^T. The input is projected
+outside the loops, for all times at once. Inside, time comes first, so that each step works on contiguous memory.
+
+References:
+    - Werbos 1990, Backpropagation Through Time: What It Does and How to Do It, Proceedings of the IEEE 78(10).
 """
 
 from __future__ import annotations

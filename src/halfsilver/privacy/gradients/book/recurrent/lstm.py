@@ -1,4 +1,10 @@
-"""LSTM: the two loops over time, for all that nn.LSTM offers."""
+"""LSTM: the two loops over time, for all options of nn.LSTM.
+
+References:
+    - Hochreiter and Schmidhuber 1997, Long Short-Term Memory, Neural Computation 9(8).
+    - Sak, Senior and Beaufays 2014, Long Short-Term Memory Based Recurrent Neural Network Architectures for Large
+      Vocabulary Speech Recognition, arXiv:1402.1128, for the projection of the state.
+"""
 
 from __future__ import annotations
 
