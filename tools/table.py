@@ -21,8 +21,8 @@ from typing import Any
 from halfsilver.report import study_pictures
 from halfsilver.report.figures import Picture
 from halfsilver.report.words import with_interval
-from halfsilver.study.paired import MIRROR
-from halfsilver.study.problem import METHODS
+from halfsilver.study.method import NAMES, PDA, WARM
+from halfsilver.study.records import Result
 from halfsilver.study.verdict import verdict
 from halfsilver.tasks import recipes
 
@@ -45,7 +45,7 @@ class Study:
     @cached_property
     def found(self) -> dict[str, Any]:
         """The verdict, made anew: the tables rest on the runs alone."""
-        return verdict(self.summary["runs"])
+        return verdict([Result.from_json(run) for run in self.summary["runs"]]).to_json()
 
     @property
     def title(self) -> str:
@@ -89,7 +89,7 @@ class Study:
 
     def methods(self) -> list[str]:
         """Those with a finished run."""
-        return [m for m in METHODS if m in self.found["means"]]
+        return [m for m in NAMES if m in self.found["means"]]
 
     def cell(self, method: str, metric: str) -> str:
         """Mean and half interval of one figure."""
@@ -116,7 +116,7 @@ class Study:
 
     def all_seeds(self) -> str:
         """That of pda, or of the last method; and of those that have another."""
-        by_method = {m: self.seeds(m) for m in METHODS if m in self.summary["seeds"]}
+        by_method = {m: self.seeds(m) for m in NAMES if m in self.summary["seeds"]}
         *_, most = by_method.values()
         return "; ".join([most, *(f"{m} {n}" for m, n in by_method.items() if n != most)])
 
@@ -140,7 +140,7 @@ class Study:
         if name not in recipes.names(task):
             return ""
         published = recipes.load(task, name)[1]["paper"]
-        pda, warm = (published[method]["loss"] for method in ("pda", "warm"))
+        pda, warm = (published[method.name]["loss"] for method in (PDA, WARM))
         return f"{_percent(pda - warm, warm)} %"
 
 
@@ -178,7 +178,7 @@ def full_table(studies: Iterable[Study]) -> str:
     for study in studies:
         for method in study.methods():
             own = [method, study.cell(method, "accuracy"), study.cell(method, "loss"), study.seeds(method)]
-            last = [study.change(MIRROR, "loss"), study.paper()] if method == "pda" else ["", ""]
+            last = [study.change(PDA.pair, "loss"), study.paper()] if method == PDA.name else ["", ""]
             rows.append([*study.about(), *own, *last, study.stamps])
     return _markdown(rows)
 
@@ -197,10 +197,10 @@ def difference_table(studies: Iterable[Study]) -> str:
 
 def short_table(studies: Sequence[Study]) -> str:
     """One row for each study, for the README, and how to read it."""
-    rows = [["task", "ε (δ)", "epochs", *METHODS, "loss, pda - warm", "in the paper", "seeds"]]
+    rows = [["task", "ε (δ)", "epochs", *NAMES, "loss, pda - warm", "in the paper", "seeds"]]
     for study in studies:
-        last = [study.change(MIRROR, "loss"), study.paper(), study.all_seeds()]
-        rows.append([*study.about(), *map(study.short, METHODS), *last])
+        last = [study.change(PDA.pair, "loss"), study.paper(), study.all_seeds()]
+        rows.append([*study.about(), *map(study.short, NAMES), *last])
     stamps = sorted({part for study in studies for part in study.stamps.split("; ") if part})
     note = "Test accuracy / test loss, means over seeds; *pda - warm*: paired difference, with its 95 % t-interval."
     return (

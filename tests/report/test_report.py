@@ -28,12 +28,17 @@ from halfsilver.report.page import Html, inline, tag
 from halfsilver.report.study_page import study_page
 from halfsilver.report.words import slug
 from halfsilver.runs.folder import RunFolder, read_json, write_json
-from halfsilver.study.verdict import verdict
+from halfsilver.study.records import Result
+from halfsilver.study.verdict import verdict as typed_verdict
 
 STEPS = 100
 ENDS = {"public": 0.6, "cold": 0.8, "warm": 0.5, "pda": 0.45}
 SETTINGS = {"cold": (2.0, None), "warm": (0.5, None), "pda": (0.5, 0.9)}
 VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+def verdict(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return typed_verdict([Result.from_json(run) for run in runs]).to_json()
 
 
 def make_run(method: str, seed: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def load(path: Path) -> Mapping[str, Any] | OneRun:
     if (path / "study.json").is_file():
         from halfsilver.study.summary import summary_of
 
-        return summary_of(path)
+        return summary_of(path).to_json()
     run = RunFolder(path)
     if run.config.is_file() and run.statement.is_file():
         return OneRun(
