@@ -22,7 +22,7 @@ from halfsilver.report import study_pictures
 from halfsilver.report.figures import Picture
 from halfsilver.report.words import with_interval
 from halfsilver.study.method import NAMES, PDA, WARM
-from halfsilver.study.records import Result
+from halfsilver.study.records import Mean, Result, Summary
 from halfsilver.study.verdict import verdict
 from halfsilver.tasks import recipes
 
@@ -100,7 +100,7 @@ class Study:
             return "diverged"
         perplexity = metric == "loss" and self.summary["task"] in TEXT
         end = f"(perplexity {math.exp(mean['mean']):.1f})" if perplexity else ""
-        return " ".join(part for part in (*with_interval(mean, metric), end) if part)
+        return " ".join(part for part in (*with_interval(Mean.from_json(mean), metric), end) if part)
 
     def short(self, method: str) -> str:
         """Accuracy, where there is one, and loss; means alone."""
@@ -217,7 +217,9 @@ def figures(study: Study) -> dict[str, Picture]:
     """Curves by file name; those without cold where there are such, because cold presses the others flat."""
     keep = ("method", "seed", "curve")
     runs = [{**{k: run[k] for k in keep}, "final": dict.fromkeys(run["final"])} for run in study.summary["runs"]]
-    made = {picture.name: picture for picture in study_pictures({"runs": runs})["curves"]}  # no ends: curves alone
+    made = {
+        picture.name: picture for picture in study_pictures(Summary.from_json({"runs": runs}))["curves"]
+    }  # no ends: curves alone
     return {f"{study.stem}-{name}.svg": one for name, one in made.items() if f"{name}-near" not in made}
 
 

@@ -27,15 +27,11 @@ from halfsilver.privacy.gradients import Speed
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.study.compare import Comparison, compare
-from halfsilver.study.method import COLD, PDA, PUBLIC, WARM, Method
+from halfsilver.study.method import Method
 from halfsilver.study.problem import Grid, Pretrain, Recipe
 from halfsilver.trainer import RunResult, Trainer
 
 __all__ = [
-    "COLD",
-    "PDA",
-    "PUBLIC",
-    "WARM",
     "Bregman",
     "Budget",
     "BudgetExceeded",

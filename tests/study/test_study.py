@@ -25,6 +25,7 @@ from halfsilver.errors import ConfigError, RunFolderBusy
 from halfsilver.runs import checkpoint
 from halfsilver.study import study as study_module
 from halfsilver.study.arena import Arena, make_plan
+from halfsilver.study.method import PDA, WARM
 from halfsilver.study.problem import Setting
 from halfsilver.study.run import Job, mirror_of, run
 from halfsilver.study.start import make_start, new_model
@@ -189,7 +190,7 @@ def test_a_killed_run_goes_on_while_it_has_steps_to_spare_and_else_begins_again(
             folder / "start.safetensors",
             folder / "ledger.jsonl",
         )  # in the run folder, as the command has it
-        job = Job(method=hs.WARM, seed=0, setting=Setting(1.0), folder=folder, start=start, ledger=ledger, delta=1e-4)
+        job = Job(method=WARM, seed=0, setting=Setting(1.0), folder=folder, start=start, ledger=ledger, delta=1e-4)
         make_start(own, recipe, 0, start)
         with pytest.raises(KeyboardInterrupt), monkeypatched_report(12):
             run(arena, recipe, job)
@@ -221,9 +222,9 @@ def test_a_finished_run_answers_only_its_own_question(finished: Any) -> None:
     made = Study(folder=folder, request=request(search="paper search"), source=problem)
     arena = Arena(problem=problem(), plan=made._plan(), spends=True)
     chosen = Setting(**json.loads((folder / "search" / "warm" / "choice.json").read_text())["setting"])
-    run(arena, RECIPE, made.job(hs.WARM, 0, chosen))
+    run(arena, RECIPE, made.job(WARM, 0, chosen))
     with pytest.raises(ConfigError, match="setting"):
-        run(arena, RECIPE, made.job(hs.WARM, 0, Setting(7.0)))
+        run(arena, RECIPE, made.job(WARM, 0, Setting(7.0)))
 
 
 def test_private_rows_are_not_taken_for_anything_else() -> None:
@@ -247,7 +248,7 @@ def test_a_recipe_with_damping_takes_the_exact_step(tmp_path: Path) -> None:
     exact = replace(RECIPE, damping=0.1, grid=hs.Grid(cold=(0.5,), warm=(0.5,), pda=(0.1, 0.3)))
     own, where = problem(), tmp_path / "start"
     make_start(own, exact, 0, where)
-    job = Job(method=hs.PDA, seed=0, setting=Setting(0.3), folder=tmp_path, start=where, ledger=tmp_path, delta=1e-4)
+    job = Job(method=PDA, seed=0, setting=Setting(0.3), folder=tmp_path, start=where, ledger=tmp_path, delta=1e-4)
     plan = make_plan(exact, own.population, 1.0, 1e-4)
     assert mirror_of(exact, job, plan) == hs.Bregman(damping=0.1)
     study = Study(folder=tmp_path / "study", request=request(recipe=exact, seeds={"pda": 1}), source=problem)

@@ -43,7 +43,7 @@ class Result:
 
     @classmethod
     def from_json(cls, record: Json) -> Result:
-        return cls(**_present(cls, record, setting=_setting))
+        return cls(**present(cls, record, setting=_setting))
 
     def to_json(self) -> dict[str, Any]:
         return _whole(self, setting=None if self.setting is None else asdict(self.setting))
@@ -90,7 +90,7 @@ class Choice:
 
     @classmethod
     def from_json(cls, record: Json) -> Choice:
-        return cls(**_present(cls, record, setting=_setting, runner_up=_setting, tried=_trials))
+        return cls(**present(cls, record, setting=_setting, runner_up=_setting, tried=_trials))
 
     def to_json(self) -> dict[str, Any]:
         whole = _whole(
@@ -129,7 +129,7 @@ class Difference:
 
     @classmethod
     def from_json(cls, record: Json) -> Difference:
-        return cls(**_present(cls, record))
+        return cls(**present(cls, record))
 
     def to_json(self) -> dict[str, Any]:
         return _whole(self, lost=list(self.lost))
@@ -147,7 +147,7 @@ class Mean:
 
     @classmethod
     def from_json(cls, record: Json) -> Mean:
-        return cls(**_present(cls, record))
+        return cls(**present(cls, record))
 
     def to_json(self) -> dict[str, Any]:
         return _whole(self)
@@ -175,7 +175,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, record: Json) -> Verdict:
-        return cls(**_present(cls, record, differences=_differences, means=_means))
+        return cls(**present(cls, record, differences=_differences, means=_means))
 
     def to_json(self) -> dict[str, Any]:
         means = {method: {name: mean.to_json() for name, mean in own.items()} for method, own in self.means.items()}
@@ -218,7 +218,7 @@ class StudyRecord:
 
     @classmethod
     def from_json(cls, record: Json) -> StudyRecord:
-        return cls(**_present(cls, record))
+        return cls(**present(cls, record))
 
     def to_json(self) -> dict[str, Any]:
         whole = _whole(self, methods=list(self.methods), seeds=dict(self.seeds))
@@ -252,7 +252,7 @@ class Summary:
         own = {f.name for f in fields(cls)} - {"study"}
         study = StudyRecord.from_json({name: value for name, value in record.items() if name not in own})
         parts = {name: value for name, value in record.items() if name in own}
-        values = _present(cls, parts, choices=_choices, runs=_results, verdict=Verdict.from_json)
+        values = present(cls, parts, choices=_choices, runs=_results, verdict=Verdict.from_json)
         return cls(study=study, **values)
 
     def to_json(self) -> dict[str, Any]:
@@ -267,7 +267,7 @@ class Summary:
         }
 
 
-def _present(kind: type[Any], record: Json, **readers: Any) -> dict[str, Any]:
+def present(kind: type[Any], record: Json, **readers: Any) -> dict[str, Any]:
     """The parts of `record` that have a value, each read by its reader, and those of other versions under `more`."""
     known = {f.name for f in fields(kind)} - {"more"}
     values = {name: value for name, value in record.items() if name in known and value is not None}
