@@ -132,7 +132,6 @@ for command in (
     cli_overlap.overlap,
     cli_audit.audit,
     cli_doctor.doctor,
-    cli_doctor.schema,
 ):
     app.command()(command)
 

@@ -1,4 +1,4 @@
-"""halfsilver doctor and schema: is this installation fit to be trusted, and what may a recipe hold?"""
+"""halfsilver doctor: is this installation fit to be trusted?"""
 
 from __future__ import annotations
 
@@ -32,10 +32,3 @@ def doctor(
         Console(markup=False).print(table)
     if not healthy:
         raise typer.Exit(1)
-
-
-def schema() -> None:
-    """Print the JSON schema of recipe files, for editors that check TOML."""
-    from halfsilver.tasks.recipes.schema import recipe_schema
-
-    typer.echo(json.dumps(recipe_schema(), indent=2))
