@@ -1,10 +1,10 @@
-"""Typed errors. Each message says what was wrong, with its name, value and range, and what to do."""
+"""Typed errors. Each message gives the name, the value, the allowed range and what to do."""
 
 from __future__ import annotations
 
 
 class HalfsilverError(Exception):
-    """Base of every error that halfsilver raises on purpose."""
+    """Base class of every error that halfsilver raises on purpose."""
 
 
 class ConfigError(HalfsilverError, ValueError):
@@ -12,11 +12,11 @@ class ConfigError(HalfsilverError, ValueError):
 
 
 class BudgetExceeded(HalfsilverError):
-    """The next private step would spend more than the budget of the data set; nothing was touched."""
+    """The next private step would exceed the budget of the data set. No private record was read."""
 
 
 class LedgerCorrupt(HalfsilverError):
-    """A privacy ledger is not the file that its own chain, or a checkpoint, says it is."""
+    """A privacy ledger does not match its own hash chain, or the checkpoint that rests on it."""
 
 
 class CheckpointCorrupt(HalfsilverError):
@@ -28,15 +28,15 @@ class RunFolderBusy(HalfsilverError):
 
 
 class StorageError(HalfsilverError, OSError):
-    """The operating system refused to write or to sync a file; what was not confirmed was not acted upon."""
+    """The operating system could not write or sync a file. No step was released that is not on disk."""
 
 
 class UnsupportedLayer(HalfsilverError):
-    """A module cannot be trained with a per-example guarantee, or not by the chosen backend."""
+    """A module cannot be trained with a per-example guarantee, or the chosen backend does not support it."""
 
 
 class PrivateDataError(HalfsilverError):
-    """Private data was given, or asked for, in a way that would break the guarantee."""
+    """Private data were passed, or requested, in a way that would break the guarantee."""
 
 
 class ConvergenceError(HalfsilverError):
@@ -44,22 +44,22 @@ class ConvergenceError(HalfsilverError):
 
 
 class DataMissing(HalfsilverError):
-    """A file of a standard data set is not there, or not whole."""
+    """A file of a standard data set is missing or incomplete."""
 
 
 class MissingExtra(HalfsilverError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; get it with: pip install 'halfsilver[{extra}]'")
+        super().__init__(f"{package} is not installed. Install it with: pip install 'halfsilver[{extra}]'")
 
 
 class PlatformUnsupported(HalfsilverError):
-    """The operating system lacks something that the ledger's guarantee needs."""
+    """The operating system lacks a feature that the ledger's guarantee needs."""
 
 
 def require(condition: bool, name: str, value: object, expected: str, hint: str = "") -> None:
-    """Raise `ConfigError` with name, value and range unless `condition` holds.
+    """Raise `ConfigError` with name, value and allowed range unless `condition` holds.
 
     >>> require(1.3 <= 1, "sampling_rate", 1.3, "in (0, 1]")
     Traceback (most recent call last):
