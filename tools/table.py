@@ -21,8 +21,8 @@ from typing import Any
 from halfsilver.report import study_pictures
 from halfsilver.report.figures import Picture
 from halfsilver.report.words import with_interval
-from halfsilver.study.paired import MIRROR
-from halfsilver.study.problem import METHODS
+from halfsilver.study.method import NAMES, PDA, WARM
+from halfsilver.study.records import Mean, Result, Summary
 from halfsilver.study.verdict import verdict
 from halfsilver.tasks import recipes
 
@@ -45,7 +45,7 @@ class Study:
     @cached_property
     def found(self) -> dict[str, Any]:
         """The verdict, made anew: the tables rest on the runs alone."""
-        return verdict(self.summary["runs"])
+        return verdict([Result.from_json(run) for run in self.summary["runs"]]).to_json()
 
     @property
     def task(self) -> str:
@@ -93,7 +93,7 @@ class Study:
 
     def methods(self) -> list[str]:
         """Those with a finished run."""
-        return [m for m in METHODS if m in self.found["means"]]
+        return [m for m in NAMES if m in self.found["means"]]
 
     def cell(self, method: str, metric: str) -> str:
         """Mean and half interval of one figure."""
@@ -104,7 +104,7 @@ class Study:
             return "diverged"
         perplexity = metric == "loss" and self.summary["task"] in TEXT
         end = f"(perplexity {math.exp(mean['mean']):.1f})" if perplexity else ""
-        return " ".join(part for part in (*with_interval(mean, metric), end) if part)
+        return " ".join(part for part in (*with_interval(Mean.from_json(mean), metric), end) if part)
 
     def short(self, method: str) -> str:
         """Accuracy, where there is one, and loss; means alone."""
@@ -120,7 +120,7 @@ class Study:
 
     def all_seeds(self) -> str:
         """That of pda, or of the last method; and of those that have another."""
-        by_method = {m: self.seeds(m) for m in METHODS if m in self.summary["seeds"]}
+        by_method = {m: self.seeds(m) for m in NAMES if m in self.summary["seeds"]}
         *_, most = by_method.values()
         return "; ".join([most, *(f"{m} {n}" for m, n in by_method.items() if n != most)])
 
@@ -144,7 +144,7 @@ class Study:
         if name not in recipes.names(task):
             return ""
         published = recipes.load(task, name)[1]["paper"]
-        pda, warm = (published[method]["loss"] for method in ("pda", "warm"))
+        pda, warm = (published[method.name]["loss"] for method in (PDA, WARM))
         return f"{_percent(pda - warm, warm)} %"
 
 
@@ -182,7 +182,7 @@ def full_table(studies: Iterable[Study]) -> str:
     for study in studies:
         for method in study.methods():
             own = [method, study.cell(method, "accuracy"), study.cell(method, "loss"), study.seeds(method)]
-            last = [study.change(MIRROR, "loss"), study.paper()] if method == "pda" else ["", ""]
+            last = [study.change(PDA.pair, "loss"), study.paper()] if method == PDA.name else ["", ""]
             rows.append([*study.about(), *own, *last, study.stamps])
     return _markdown(rows)
 
@@ -201,10 +201,10 @@ def difference_table(studies: Iterable[Study]) -> str:
 
 def short_table(studies: Sequence[Study]) -> str:
     """One row for each study, for the README, and how to read it."""
-    rows = [["task", "ε (δ)", "epochs", *METHODS, "loss, pda - warm", "in the paper", "seeds"]]
+    rows = [["task", "ε (δ)", "epochs", *NAMES, "loss, pda - warm", "in the paper", "seeds"]]
     for study in studies:
-        last = [study.change(MIRROR, "loss"), study.paper(), study.all_seeds()]
-        rows.append([*study.about(), *map(study.short, METHODS), *last])
+        last = [study.change(PDA.pair, "loss"), study.paper(), study.all_seeds()]
+        rows.append([*study.about(), *map(study.short, NAMES), *last])
     stamps = sorted({part for study in studies for part in study.stamps.split("; ") if part})
     note = (
         "Cells show test accuracy / test loss, as means over seeds.\n"
@@ -224,7 +224,9 @@ def figures(study: Study) -> dict[str, Picture]:
     """Curves by file name; those without cold where there are such, because cold presses the others flat."""
     keep = ("method", "seed", "curve")
     runs = [{**{k: run[k] for k in keep}, "final": dict.fromkeys(run["final"])} for run in study.summary["runs"]]
-    made = {picture.name: picture for picture in study_pictures({"runs": runs})["curves"]}  # no ends: curves alone
+    made = {
+        picture.name: picture for picture in study_pictures(Summary.from_json({"runs": runs}))["curves"]
+    }  # no ends: curves alone
     return {f"{study.stem}-{name}.svg": one for name, one in made.items() if f"{name}-near" not in made}
 
 

@@ -116,7 +116,7 @@ def guard_cost(steps: int = 15, batch: int = 500) -> dict[str, float]:
             run_id="run",
             public_rows=[public],
         )
-        guard, spent = source._copies.left_out_of, [0.0]
+        guard, spent = source._batches._copies.left_out_of, [0.0]
 
         def timed(batch: Any) -> Any:
             started = time.process_time()
@@ -124,7 +124,7 @@ def guard_cost(steps: int = 15, batch: int = 500) -> dict[str, float]:
             spent[-1] += time.process_time() - started
             return left
 
-        source._copies.left_out_of = timed  # type: ignore[method-assign]
+        source._batches._copies.left_out_of = timed  # type: ignore[method-assign]
         whole = []
         for _ in range(steps):
             started = time.process_time()

@@ -61,7 +61,7 @@ class Timed:
 def cost(task: Workload, reps: int) -> dict[str, Any]:
     """Medians over `reps` pairs of samples, which change places in every other pair."""
     ours = Ours(task, task.model(), Options())
-    states: dict[str, Any] = {"with": Timed(ours._source._state), "without": Off()}
+    states: dict[str, Any] = {"with": Timed(ours._source._passes._state), "without": Off()}
     ours.step()
     started = time.perf_counter()
     ours.step()
@@ -71,7 +71,7 @@ def cost(task: Workload, reps: int) -> dict[str, Any]:
         seconds: dict[str, float] = {}
         states["with"].seconds = 0.0
         for name in sorted(states, reverse=bool(rep % 2)):
-            ours._source._state = states[name]
+            ours._source._passes._state = states[name]
             started = time.perf_counter()
             for _ in range(steps):
                 ours.step()

@@ -22,9 +22,10 @@ from benchmarks.show import show
 from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import make_plan, search_arena
 from halfsilver.study.jobs import do_all, workers
+from halfsilver.study.method import registered
 from halfsilver.study.paired import t_interval
 from halfsilver.study.problem import Recipe, Setting
-from halfsilver.study.run import Run, run
+from halfsilver.study.run import Job, run
 from halfsilver.study.start import make_start
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
@@ -104,7 +105,7 @@ class Ablation:
             setting = replace(setting, lr=setting.lr * self.base.max_grad_norm / recipe.max_grad_norm)
         arena = search_arena(problem, recipe, plan, "paper search")
         folder = self.out / f"{number}-{method}-seed-{seed}"
-        made = Run(method=method, seed=seed, setting=setting, folder=folder, start=start,
+        made = Job(method=registered(method), seed=seed, setting=setting, folder=folder, start=start,
                    ledger=self.out / "ledger.jsonl", delta=self.delta)  # fmt: skip
         run(arena, recipe, made, curve_points=0)
         return f"{variant.name}, {method}, seed {seed}: {read_json(made.result)['final']}"

@@ -17,8 +17,9 @@ from typing import Any
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import Arena
+from halfsilver.study.method import registered
 from halfsilver.study.problem import Setting
-from halfsilver.study.run import Run, run
+from halfsilver.study.run import Job, run
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
 
@@ -26,8 +27,8 @@ from halfsilver.tasks.source import TaskSource
 def again(study: Path, data: Path, method: str, seed: int, setting: Setting) -> dict[str, Any]:
     about = read_json(study / "study.json")
     recipe, _ = load(about["task"], about["recipe"]["name"])
-    job = Run(
-        method=method,
+    job = Job(
+        method=registered(method),
         seed=seed,
         setting=setting,
         folder=study / "again" / f"{method}-seed-{seed}-{setting.label}",

@@ -25,7 +25,7 @@ _BEFORE = "spent_before"
 
 def keep(study: Path, file: Path) -> None:
     """The summary of `study`, finished or not, with all that was spent on any machine."""
-    summary = summary_of(study)
+    summary = summary_of(study).to_json()
     before = summary.pop(_BEFORE, None)
     write_json(file, {**summary, "ledger": _together(before, summary["ledger"]) if before else summary["ledger"]})
 

@@ -22,8 +22,9 @@ from benchmarks.show import show
 from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import make_plan, search_arena
 from halfsilver.study.jobs import do_all, workers
+from halfsilver.study.method import WARM
 from halfsilver.study.problem import Recipe, Setting
-from halfsilver.study.run import Run, run
+from halfsilver.study.run import Job, run
 from halfsilver.study.start import make_start
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
@@ -67,7 +68,7 @@ class Choice:
         arena = search_arena(problem, recipe, plan, "public search")
         start = self.out / "start.safetensors"
         make_start(arena.problem, recipe, 100, start)  # from the public users that neither stand in nor score
-        made = Run(method="warm", seed=100, setting=Setting(point.server_rate), folder=self.out / point.label,
+        made = Job(method=WARM, seed=100, setting=Setting(point.server_rate), folder=self.out / point.label,
                    start=start, ledger=self.out / "ledger.jsonl", delta=self.delta)  # fmt: skip
         run(arena, recipe, made, curve_points=0)
         return f"{point.label}: {self.final(point)}"

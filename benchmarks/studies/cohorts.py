@@ -21,8 +21,9 @@ from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import Arena, make_plan
 from halfsilver.study.jobs import do_all, workers
+from halfsilver.study.method import registered
 from halfsilver.study.problem import Recipe, Setting
-from halfsilver.study.run import Run, run
+from halfsilver.study.run import Job, run
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
 
@@ -59,10 +60,16 @@ class Curve:
     def do(self, point: Point) -> str:
         problem, recipe = self.source(), self.recipe(point)
         plan = make_plan(recipe, problem.population, point.epsilon, self.delta)
-        start = self.study / "start" / "seed-0.safetensors"
-        made = Run(method=self.method, seed=0, setting=self.setting(), folder=self.out / f"{self.method}-{point.label}",
-                   start=start, ledger=self.out / "ledger.jsonl", delta=self.delta)  # fmt: skip
-        run(Arena(problem=problem, plan=plan, spends=True), recipe, made, curve_points=0)
+        job = Job(
+            method=registered(self.method),
+            seed=0,
+            setting=self.setting(),
+            folder=self.out / f"{self.method}-{point.label}",
+            start=self.study / "start" / "seed-0.safetensors",
+            ledger=self.out / "ledger.jsonl",
+            delta=self.delta,
+        )
+        run(Arena(problem=problem, plan=plan, spends=True), recipe, job, curve_points=0)
         return f"{point.label}: {self.row(point)}"
 
     def finished(self) -> list[Point]:

@@ -31,8 +31,9 @@ from halfsilver.report.plots import COLOURS, saved, style
 from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import make_plan
 from halfsilver.study.jobs import do_all, workers
+from halfsilver.study.method import registered
 from halfsilver.study.problem import Problem, Recipe, Setting
-from halfsilver.study.run import Run, make_trainer, per_example
+from halfsilver.study.run import Job, make_trainer, per_example
 from halfsilver.study.sides import private_side, public_side
 from halfsilver.study.start import load_start, make_start, new_model
 from halfsilver.tasks.recipes import load
@@ -93,9 +94,9 @@ class Bench:
         curve = [{k: line[k] for k in ("step", *metrics)} for line in result.history if "loss" in line]
         return {"arm": arm, "seed": seed, "final": final, "curve": curve, "trust": trust, "plan": plan.to_dict()}
 
-    def _job(self, arm: str, seed: int, folder: Path) -> Run:
+    def _job(self, arm: str, seed: int, folder: Path) -> Job:
         method = "warm" if arm == "warm" else "pda"
-        return Run(method=method, seed=seed, setting=self.setting, folder=folder, start=self._start(seed),
+        return Job(method=registered(method), seed=seed, setting=self.setting, folder=folder, start=self._start(seed),
                    ledger=folder / "ledger.jsonl", delta=self.delta)  # fmt: skip
 
     def plan(self) -> PrivacyPlan:

@@ -27,6 +27,7 @@ from halfsilver.privacy.gradients import Speed
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.study.compare import Comparison, compare
+from halfsilver.study.method import Method
 from halfsilver.study.problem import Grid, Pretrain, Recipe
 from halfsilver.trainer import RunResult, Trainer
 
@@ -41,6 +42,7 @@ __all__ = [
     "Grid",
     "HalfsilverError",
     "Ledger",
+    "Method",
     "Pretrain",
     "PrivacyPlan",
     "PrivateData",

@@ -22,6 +22,7 @@ from halfsilver.privacy.gradients.linear import LinearModel
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.recognise import shares_rows
+from halfsilver.study.method import NAMES, registered
 from halfsilver.trainer import Trainer
 
 try:
@@ -33,7 +34,7 @@ try:
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtra("scikit-learn", "sklearn") from error
 
-Method = Literal["public", "cold", "warm", "pda"]
+MethodName = Literal["public", "cold", "warm", "pda"]
 _ROWS_AT_ONCE = 4096
 
 
@@ -90,7 +91,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         *,
         epsilon: float = 1.0,
         delta: float = 1e-5,
-        method: Method = "pda",
+        method: MethodName = "pda",
         steps: int = 40,
         learning_rate: float = 0.25,
         max_grad_norm: float | None = None,
@@ -138,9 +139,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
                 of range.
             BudgetExceeded: If the ledger's budget does not allow the first step.
         """
-        require(
-            self.method in ("public", "cold", "warm", "pda"), "method", self.method, "to be public, cold, warm or pda"
-        )
+        require(self.method in NAMES, "method", self.method, "to be public, cold, warm or pda")
         if World.current(torch.device("cpu")).size > 1:
             raise ConfigError("MirrorLinearRegression runs in one process. Fit it before torch.distributed starts.")
         private, dtype, width = private_rows(self, X, y, intercept=self.fit_intercept)
@@ -154,7 +153,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         x_public = with_ones(x_public) if self.fit_intercept else x_public
         public = _Public(x_public, torch.tensor(y_public, dtype=torch.float64), self.damping)
         theta = public.solution
-        if self.method != "public":
+        if registered(self.method).trains:
             theta = self._train(private, dtype, width, public)
         self.coef_ = theta[: self.n_features_in_].numpy()
         self.intercept_ = float(theta[-1]) if self.fit_intercept else 0.0
@@ -180,7 +179,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         plan = self._plan(private, public, ledger)
         model = torch.nn.Linear(width, 1, bias=False, dtype=dtype)
         with torch.no_grad():
-            model.weight.copy_(public.solution if self.method != "cold" else torch.zeros(width))
+            model.weight.copy_(public.solution if registered(self.method).start == "public" else torch.zeros(width))
         trainer = Trainer(
             model,
             squared_loss,
@@ -219,7 +218,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         )
 
     def _mirror(self, public: _Public) -> MirrorMap:
-        if self.method != "pda":
+        if not registered(self.method).has_mirror:
             return Euclidean()
         if self.constraint is not None:
             return Bregman(constraint=self.constraint, quadratic=True, damping=public.ridge)
@@ -227,7 +226,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
 
     def _lr(self, public: _Public) -> float:
         """The given rate for Newton steps; for plain gradient steps, in units of the inverse mean curvature."""
-        return self.learning_rate if self.method == "pda" else self.learning_rate / public.curvature
+        return self.learning_rate if registered(self.method).has_mirror else self.learning_rate / public.curvature
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -41,7 +41,7 @@ def test_gradients_of_a_linear_model() -> None:
 def test_models_are_those_that_the_study_tested(tmp_path: Path) -> None:
     """The start, and the averaged weights of each run: their losses on test rows are those in the summary."""
     own = small.problem()
-    summary = Study(folder=tmp_path, asked=small.asked(), source=lambda: own).go()
+    summary = Study(folder=tmp_path, request=small.request(), source=lambda: own).go().to_json()
     tested = {(r["method"], r["seed"]): r["final"]["loss"] for r in summary["runs"]}
     found = {(m, seed): overfit.figures(own, model)["test loss"] for m, seed, model in overfit.models(tmp_path, own)}
     assert sorted(found) == sorted(key for key in tested if key[0] != "cold")

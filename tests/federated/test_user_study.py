@@ -16,7 +16,7 @@ from halfsilver.mirror.users import pooled
 from halfsilver.study.arena import SearchMode, make_plan, search_arena
 from halfsilver.study.problem import Problem
 from halfsilver.study.sides import private_side, public_side
-from halfsilver.study.study import Asked, Study
+from halfsilver.study.study import Request, Study
 from tests.federated.helpers import columns, linear, loss_fn, users
 
 RECIPE = hs.Recipe(
@@ -59,8 +59,8 @@ def problem(**changes: Any) -> Problem:
 @pytest.mark.parametrize("search", ["public search", "paper search"])
 def test_all_methods_on_users(tmp_path: Path, search: SearchMode) -> None:
     seeds = {"public": 1, "cold": 1, "warm": 1, "pda": 1}
-    asked = Asked(task="custom", recipe=RECIPE, epsilon=8.0, delta=1e-4, seeds=seeds, search=search, quick=True)
-    summary = Study(folder=tmp_path, asked=asked, source=problem).go()
+    request = Request(task="custom", recipe=RECIPE, epsilon=8.0, delta=1e-4, seeds=seeds, search=search, quick=True)
+    summary = Study(folder=tmp_path, request=request, source=problem).go().to_json()
     private = [run for run in summary["runs"] if run["method"] != "public"]
     assert {run["plan"]["unit"] for run in private} == {"user"}
     assert {run["steps"] for run in private} == {5}

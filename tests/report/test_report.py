@@ -20,20 +20,34 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import halfsilver as hs
+from halfsilver import report
 from halfsilver.errors import CheckpointCorrupt, ConfigError
-from halfsilver.report import study_pictures, write_report
+from halfsilver.report import write_report
 from halfsilver.report.figures import Picture
 from halfsilver.report.load import load
 from halfsilver.report.page import Html, inline, tag
-from halfsilver.report.study_page import study_page
+from halfsilver.report.study_page import study_page as typed_page
 from halfsilver.report.words import slug
 from halfsilver.runs.folder import RunFolder, read_json, write_json
-from halfsilver.study.verdict import verdict
+from halfsilver.study.records import Result, Summary
+from halfsilver.study.verdict import verdict as typed_verdict
 
 STEPS = 100
 ENDS = {"public": 0.6, "cold": 0.8, "warm": 0.5, "pda": 0.45}
 SETTINGS = {"cold": (2.0, None), "warm": (0.5, None), "pda": (0.5, 0.9)}
 VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+def verdict(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return typed_verdict([Result.from_json(run) for run in runs]).to_json()
+
+
+def study_pictures(study: dict[str, Any]) -> dict[str, list[Picture]]:
+    return report.study_pictures(Summary.from_json(study))
+
+
+def study_page(study: dict[str, Any], pictures: Mapping[str, list[Picture]]) -> Html:
+    return typed_page(Summary.from_json(study), pictures)
 
 
 def make_run(method: str, seed: int) -> dict[str, Any]:
@@ -537,14 +551,16 @@ def test_inline_figures_take_the_colours_of_the_page(pictures: dict[str, list[Pi
     one = pictures["curves"][0]
     assert "fill: #ffffff" in one.svg, "alone it has a white ground"
     markup = inline(one.svg, name="x", alt="y")
-    assert "var(--pda)" in markup
+    assert "var(--arm-4)" in markup
     assert "currentColor" in markup
     assert not re.findall(r"#[0-9a-f]{6}\b", markup), "a fixed colour may vanish on a dark page"
 
 
 def test_it_is_imported_without_matplotlib() -> None:
     code = "import sys; sys.modules['matplotlib'] = None; import halfsilver.report"
-    code += "\ntry: halfsilver.report.study_pictures({'runs': [{'method': 'pda', 'final': {'loss': 1.0}}]})"
+    code += "\nfrom halfsilver.study.records import Result, StudyRecord, Summary"
+    code += "\nstudy = Summary(study=StudyRecord(), runs=[Result(method='pda', final={'loss': 1.0})])"
+    code += "\ntry: halfsilver.report.study_pictures(study)"
     code += "\nexcept halfsilver.errors.MissingExtra as error: print(error)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'halfsilver[bench]'" in done.stdout

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 import halfsilver as hs
 from halfsilver.study.problem import Problem
-from halfsilver.study.study import Asked
+from halfsilver.study.study import Request
 
 GRID = hs.Grid(cold=(0.5, 1.0), warm=(0.5, 1.0), pda=(1.0,), alpha_end=(0.9,))
 RECIPE = hs.Recipe(
@@ -60,7 +60,7 @@ def problem(**changes: Any) -> Problem:
     return Problem(**{**values, **changes})
 
 
-def asked(**changes: Any) -> Asked:
+def request(**changes: Any) -> Request:
     values: dict[str, Any] = {
         "task": "custom",
         "recipe": RECIPE,
@@ -69,7 +69,7 @@ def asked(**changes: Any) -> Asked:
         "seeds": {"public": 2, "cold": 1, "warm": 2, "pda": 2},
         "quick": True,
     }
-    return Asked(**{**values, **changes})
+    return Request(**{**values, **changes})
 
 
 class Forbidden(Dataset[Any]):

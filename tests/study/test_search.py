@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from halfsilver.errors import ConfigError
 from halfsilver.study.arena import make_plan, search_arena
+from halfsilver.study.method import WARM
 from halfsilver.study.problem import Setting
-from halfsilver.study.search import broken_start, choose, first_settings, neighbours, settings_wanted
+from halfsilver.study.records import Choice
+from halfsilver.study.search import broken_start, choose, neighbours, settings_wanted
 from halfsilver.study.study import Study
 from halfsilver.study.summary import ledger_totals
-from tests.study.small_study import GRID, RECIPE, Forbidden, asked, problem, scored_losses
+from tests.study.small_study import GRID, RECIPE, Forbidden, problem, request, scored_losses
 
 # ---- what a search sees
 
@@ -44,7 +45,7 @@ def test_stand_in_rows_are_repeated_until_a_batch_can_be_drawn() -> None:
 
 def test_a_whole_public_search_with_private_rows_that_explode(tmp_path: Path) -> None:
     own = problem(private=Forbidden())
-    made = Study(folder=tmp_path, asked=asked(), source=lambda: own)
+    made = Study(folder=tmp_path, request=request(), source=lambda: own)
     with pytest.raises(AssertionError, match="private row"):  # not before the first real run
         made.go()
     assert (tmp_path / "search" / "pda" / "choice.json").exists()
@@ -53,7 +54,7 @@ def test_a_whole_public_search_with_private_rows_that_explode(tmp_path: Path) ->
 
 def test_paper_search_needs_rows_set_aside(tmp_path: Path) -> None:
     own = problem(validation=None)
-    made = Study(folder=tmp_path, asked=asked(search="paper search"), source=lambda: own)
+    made = Study(folder=tmp_path, request=request(search="paper search"), source=lambda: own)
     with pytest.raises(ConfigError, match="set-aside"):
         made.go()
 
@@ -68,7 +69,7 @@ def test_the_grid_is_widened_at_an_edge_only_and_not_for_ever() -> None:
     def search(best: float) -> list[float]:
         tried: list[Setting] = []
         while True:
-            wanted = settings_wanted(GRID, "warm", {s: loss(s, best) for s in tried}, widen=True)
+            wanted = settings_wanted(GRID, WARM, {s: loss(s, best) for s in tried}, widen=True)
             if wanted == tried:
                 return sorted(s.lr for s in tried)
             tried = wanted
@@ -76,8 +77,8 @@ def test_the_grid_is_widened_at_an_edge_only_and_not_for_ever() -> None:
     assert search(best=2.0) == [0.5, 1.0, 2.0, 4.0]  # 4 shows that 2 is no longer at the edge
     assert search(best=1000.0) == [0.5, 1.0, 2.0, 4.0]
     wide = replace(GRID, warm=(0.5, 1.0, 2.0))
-    losses = {s: loss(s, 1.0) for s in first_settings(wide, "warm")}
-    assert settings_wanted(wide, "warm", losses, widen=True) == first_settings(wide, "warm")
+    losses = {s: loss(s, 1.0) for s in WARM.settings_in(wide)}
+    assert settings_wanted(wide, WARM, losses, widen=True) == WARM.settings_in(wide)
 
 
 def test_neighbours_of_alpha_go_towards_one_and_away() -> None:
@@ -88,16 +89,16 @@ def test_neighbours_of_alpha_go_towards_one_and_away() -> None:
 
 def test_the_choice_has_the_paired_standard_error(tmp_path: Path) -> None:
     own = problem()
-    made = Study(folder=tmp_path, asked=asked(), source=lambda: own)
+    made = Study(folder=tmp_path, request=request(), source=lambda: own)
     made.go()
-    folder, settings = tmp_path / "search" / "warm", first_settings(GRID, "warm")
+    folder, settings = tmp_path / "search" / "warm", WARM.settings_in(GRID)
     choice = choose(folder, settings)
     losses = [scored_losses(folder / s.label) for s in settings]
     order = np.argsort([v.mean() for v in losses])
-    assert choice["setting"]["lr"] == settings[order[0]].lr
+    assert choice.setting == settings[order[0]]
     difference = losses[order[1]] - losses[order[0]]
-    assert choice["difference"] == pytest.approx(difference.mean(), rel=1e-5)
-    assert choice["standard_error"] == pytest.approx(difference.std(ddof=1) / len(difference) ** 0.5, rel=1e-5)
+    assert choice.difference == pytest.approx(difference.mean(), rel=1e-5)
+    assert choice.standard_error == pytest.approx(difference.std(ddof=1) / len(difference) ** 0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize(("score", "cold", "warm", "broken"), [
@@ -110,9 +111,9 @@ def test_the_choice_has_the_paired_standard_error(tmp_path: Path) -> None:
 def test_a_start_that_loses_against_random_weights_is_called_broken(
     score: str, cold: float, warm: float | None, broken: bool
 ) -> None:
-    def choice(figure: float | None) -> dict[str, Any]:
+    def choice(figure: float | None) -> Choice:
         tried = [{"setting": {"lr": lr}, score: value} for lr, value in ((1.0, 9.0), (2.0, figure))]
-        return {"setting": {"lr": 2.0}, "score": score, "tried": tried}
+        return Choice.from_json({"setting": {"lr": 2.0}, "score": score, "tried": tried})
 
     remark = broken_start({"cold": choice(cold), "warm": choice(warm)})
     assert ("worse than random weights" in remark) == broken

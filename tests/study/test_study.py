@@ -25,12 +25,23 @@ from halfsilver.errors import ConfigError, RunFolderBusy
 from halfsilver.runs import checkpoint
 from halfsilver.study import study as study_module
 from halfsilver.study.arena import Arena, make_plan
+from halfsilver.study.method import PDA, WARM
 from halfsilver.study.problem import Setting
-from halfsilver.study.run import Run, mirror_of, run
+from halfsilver.study.run import Job, mirror_of, run
 from halfsilver.study.start import make_start, new_model
 from halfsilver.study.study import Study
 from halfsilver.study.summary import ledger_totals
-from tests.study.small_study import GRID, RECIPE, accuracy, asked, loss_fn, make_model, problem, records, scored_losses
+from tests.study.small_study import (
+    GRID,
+    RECIPE,
+    accuracy,
+    loss_fn,
+    make_model,
+    problem,
+    records,
+    request,
+    scored_losses,
+)
 
 # ---- a study
 
@@ -38,7 +49,7 @@ from tests.study.small_study import GRID, RECIPE, accuracy, asked, loss_fn, make
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     own, folder = problem(), tmp_path_factory.mktemp("study")
-    return folder, Study(folder=folder, asked=asked(search="paper search"), source=lambda: own).go()
+    return folder, Study(folder=folder, request=request(search="paper search"), source=lambda: own).go().to_json()
 
 
 def test_every_private_run_is_in_the_ledger_and_the_total_is_more_than_one(finished: Any) -> None:
@@ -68,8 +79,8 @@ def test_what_is_finished_is_not_done_again(finished: Any, monkeypatch: pytest.M
     own = problem()
     monkeypatch.setattr(study_module, "run", lambda *args, **kwargs: pytest.fail("run again"))
     monkeypatch.setattr(study_module, "make_start", lambda *args, **kwargs: pytest.fail("started again"))
-    again = Study(folder=folder, asked=asked(search="paper search"), source=lambda: own).go()
-    assert again["runs"] == summary["runs"]
+    again = Study(folder=folder, request=request(search="paper search"), source=lambda: own).go()
+    assert again.to_json()["runs"] == summary["runs"]
 
 
 def test_seeds_can_be_added_and_none_left_out(finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,13 +89,13 @@ def test_seeds_can_be_added_and_none_left_out(finished: Any, tmp_path: Path, mon
     own = problem()
     made: list[Any] = []
     monkeypatch.setattr(study_module, "make_start", lambda *args, **kwargs: made.append("start"))
-    monkeypatch.setattr(study_module, "run", lambda arena, recipe, job: made.append((job.method, job.seed)))
-    monkeypatch.setattr(study_module, "_told", lambda folder: "")
-    more = asked(search="paper search", seeds={"public": 2, "cold": 1, "warm": 3, "pda": 2})
-    Study(folder=folder, asked=more, source=lambda: own).go()
+    monkeypatch.setattr(study_module, "run", lambda arena, recipe, job: made.append((job.method.name, job.seed)))
+    monkeypatch.setattr(study_module, "_final_text", lambda folder: "")
+    more = request(search="paper search", seeds={"public": 2, "cold": 1, "warm": 3, "pda": 2})
+    Study(folder=folder, request=more, source=lambda: own).go()
     assert made == ["start", ("warm", 2)]
     with pytest.raises(ConfigError, match="seeds of warm=2 at least 3"):
-        Study(folder=folder, asked=asked(search="paper search"), source=lambda: own).go()
+        Study(folder=folder, request=request(search="paper search"), source=lambda: own).go()
 
 
 def test_a_study_goes_on_elsewhere_from_its_summary(
@@ -98,12 +109,12 @@ def test_a_study_goes_on_elsewhere_from_its_summary(
     carry.restore(tmp_path / "first.json", elsewhere)
     done: list[int] = []
 
-    def counted(arena: Arena, recipe: hs.Recipe, job: Run) -> None:
+    def counted(arena: Arena, recipe: hs.Recipe, job: Job) -> None:
         done.append(job.seed)
         run(arena, recipe, job)
 
     monkeypatch.setattr(study_module, "run", counted)
-    Study(folder=elsewhere, asked=asked(search="paper search"), source=lambda: own).go()
+    Study(folder=elsewhere, request=request(search="paper search"), source=lambda: own).go()
     assert done == [1]
     carry.keep(elsewhere, tmp_path / "second.json")
     first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "second"))
@@ -121,14 +132,14 @@ def test_other_data_or_another_model_are_noticed(finished: Any) -> None:
     others = {"rows": problem(public=records(41, 1)), "parameters": problem(make_model=lambda: nn.Linear(4, 3))}
     for name, other in others.items():
         with pytest.raises(ConfigError, match=name):
-            Study(folder=folder, asked=asked(search="paper search"), source=lambda other=other: other).go()  # type: ignore[misc]
+            Study(folder=folder, request=request(search="paper search"), source=lambda other=other: other).go()  # type: ignore[misc]
 
 
 def test_another_question_needs_another_folder(finished: Any) -> None:
     folder, _ = finished
     own = problem()
     with pytest.raises(ConfigError, match="epsilon"):
-        Study(folder=folder, asked=asked(search="paper search", epsilon=6.0), source=lambda: own).go()
+        Study(folder=folder, request=request(search="paper search", epsilon=6.0), source=lambda: own).go()
 
 
 def test_two_processes_cannot_work_in_one_study(tmp_path: Path) -> None:
@@ -136,7 +147,7 @@ def test_two_processes_cannot_work_in_one_study(tmp_path: Path) -> None:
 
     own = problem()
     with system.lock_file(tmp_path / ".lock", blocking=False), pytest.raises(RunFolderBusy):
-        Study(folder=tmp_path, asked=asked(), source=lambda: own).go()
+        Study(folder=tmp_path, request=request(), source=lambda: own).go()
 
 
 def test_a_start_of_another_recipe_is_refused(finished: Any) -> None:
@@ -161,10 +172,10 @@ def test_a_run_that_diverges_is_reported_as_such(tmp_path: Path) -> None:
     x, y = records(50, 2)
     own = problem(test=(torch.cat([x, x]), torch.cat([y, 1 - y])))  # with each label: no weights are right by chance
     summary = Study(
-        folder=tmp_path, asked=asked(recipe=recipe, seeds={"public": 1, "warm": 1}), source=lambda: own
+        folder=tmp_path, request=request(recipe=recipe, seeds={"public": 1, "warm": 1}), source=lambda: own
     ).go()
-    text = " ".join(summary["verdict"]["sentences"])
-    assert summary["runs"][1]["final"]["loss"] is None or summary["runs"][1]["final"]["loss"] > 1e6
+    text, loss = " ".join(summary.verdict.sentences), summary.runs[1].final["loss"]
+    assert loss is None or loss > 1e6
     assert "diverged" in text or "raises" in text
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(name))
 
@@ -179,7 +190,7 @@ def test_a_killed_run_goes_on_while_it_has_steps_to_spare_and_else_begins_again(
             folder / "start.safetensors",
             folder / "ledger.jsonl",
         )  # in the run folder, as the command has it
-        job = Run(method="warm", seed=0, setting=Setting(1.0), folder=folder, start=start, ledger=ledger, delta=1e-4)
+        job = Job(method=WARM, seed=0, setting=Setting(1.0), folder=folder, start=start, ledger=ledger, delta=1e-4)
         make_start(own, recipe, 0, start)
         with pytest.raises(KeyboardInterrupt), monkeypatched_report(12):
             run(arena, recipe, job)
@@ -208,12 +219,12 @@ def monkeypatched_report(step: int) -> Iterator[None]:
 
 def test_a_finished_run_answers_only_its_own_question(finished: Any) -> None:
     folder, _ = finished
-    made = Study(folder=folder, asked=asked(search="paper search"), source=problem)
+    made = Study(folder=folder, request=request(search="paper search"), source=problem)
     arena = Arena(problem=problem(), plan=made._plan(), spends=True)
     chosen = Setting(**json.loads((folder / "search" / "warm" / "choice.json").read_text())["setting"])
-    run(arena, RECIPE, made._job("warm", 0, chosen, made.ledger, search=False))
+    run(arena, RECIPE, made.job(WARM, 0, chosen))
     with pytest.raises(ConfigError, match="setting"):
-        run(arena, RECIPE, made._job("warm", 0, Setting(7.0), made.ledger, search=False))
+        run(arena, RECIPE, made.job(WARM, 0, Setting(7.0)))
 
 
 def test_private_rows_are_not_taken_for_anything_else() -> None:
@@ -237,11 +248,13 @@ def test_a_recipe_with_damping_takes_the_exact_step(tmp_path: Path) -> None:
     exact = replace(RECIPE, damping=0.1, grid=hs.Grid(cold=(0.5,), warm=(0.5,), pda=(0.1, 0.3)))
     own, where = problem(), tmp_path / "start"
     make_start(own, exact, 0, where)
-    job = Run(method="pda", seed=0, setting=Setting(0.3), folder=tmp_path, start=where, ledger=tmp_path, delta=1e-4)
+    job = Job(method=PDA, seed=0, setting=Setting(0.3), folder=tmp_path, start=where, ledger=tmp_path, delta=1e-4)
     plan = make_plan(exact, own.population, 1.0, 1e-4)
     assert mirror_of(exact, job, plan) == hs.Bregman(damping=0.1)
-    study = Study(folder=tmp_path / "study", asked=asked(recipe=exact, seeds={"pda": 1}), source=problem)
-    assert study.go()["choices"]["pda"]["setting"]["alpha_end"] is None
+    study = Study(folder=tmp_path / "study", request=request(recipe=exact, seeds={"pda": 1}), source=problem)
+    setting = study.go().choices["pda"].setting
+    assert setting is not None
+    assert setting.alpha_end is None
 
 
 def test_compare_ends_in_words(tmp_path: Path) -> None:
@@ -298,9 +311,10 @@ def test_mistakes_are_named(wrong: dict[str, Any], message: str, tmp_path: Path)
 _SCRIPT = """
 import sys
 from pathlib import Path
-from tests.study.test_study import asked, problem
+from tests.study.test_study import request, problem
 from halfsilver.study.study import Study
-Study(folder=Path(sys.argv[1]), asked=asked(search="paper search"), source=problem).go(workers_count=int(sys.argv[2]))
+folder, workers = Path(sys.argv[1]), int(sys.argv[2])
+Study(folder=folder, request=request(search="paper search"), source=problem).go(workers_count=workers)
 """
 
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from halfsilver.errors import ConfigError
+from halfsilver.study.method import NAMES
 from halfsilver.study.paired import t_interval
-from halfsilver.study.problem import METHODS
-from halfsilver.study.verdict import verdict
+from halfsilver.study.records import Result
+from halfsilver.study.verdict import verdict as typed_verdict
 
 Losses = Mapping[str, Sequence[float]]
 
@@ -29,6 +30,11 @@ def results(loss: Losses, **others: Losses) -> list[dict[str, Any]]:
         for m, values in loss.items()
         for s, value in enumerate(values)
     ]
+
+
+def verdict(runs: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
+    """That of results as they are in files, and as it is in a file."""
+    return typed_verdict([Result.from_json(run) for run in runs], **options).to_json()
 
 
 def difference(found: Mapping[str, Any], name: str, metric: str = "loss") -> dict[str, Any]:
@@ -114,7 +120,7 @@ def test_picking_the_better_of_two_does_not_raise_false_gains() -> None:
 
 def test_means_have_their_own_intervals() -> None:
     means = verdict(results(GOOD))["means"]
-    assert list(means) == list(METHODS)
+    assert list(means) == list(NAMES)
     low, high = stats.t.interval(0.95, 2, loc=0.61, scale=stats.sem(GOOD["warm"]))
     assert means["warm"]["loss"] == pytest.approx({"mean": 0.61, "low": low, "high": high, "n": 3})
     assert means["cold"]["loss"] == {"mean": 0.9, "low": None, "high": None, "n": 1}
@@ -252,7 +258,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 VALUES = st.floats(allow_nan=False, allow_infinity=False)
 STUDIES = st.dictionaries(
-    st.tuples(st.sampled_from(METHODS), st.integers(0, 3)),
+    st.tuples(st.sampled_from(NAMES), st.integers(0, 3)),
     st.fixed_dictionaries({"loss": VALUES}, optional={"accuracy": st.floats(0, 1)}),
 )
 CHANGE = re.compile(r"(lowers|raises) test (\w+) by |test (\w+) .*measured change ([-+]?)")

@@ -20,7 +20,8 @@ from halfsilver._core.tensors import Tensors, trainable
 from halfsilver.auditing import bank
 from halfsilver.auditing.bank import Banked
 from halfsilver.mirror import PublicLoss
-from halfsilver.privacy import gradients, mechanism, noise, releases
+from halfsilver.privacy import batches, gradients, mechanism, noise, releases
+from halfsilver.privacy.batches import PrivateBatches
 from halfsilver.privacy.entropy import Entropy, UnsafeSeed
 from halfsilver.privacy.gradients import base
 from halfsilver.privacy.gradients.base import ClippedSum
@@ -29,6 +30,7 @@ from halfsilver.privacy.gradients.book.contributions import SquaredNorms
 from halfsilver.privacy.gradients.hooks import OpacusHooks
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
+from halfsilver.privacy.passes import PrivatePasses
 from halfsilver.privacy.releases import Releases
 from halfsilver.privacy.users import engine
 
@@ -115,13 +117,13 @@ def nan_passes() -> list[Change]:
         return found
 
     def attempt(real: Any, self: Any, batch: Any, rows: int) -> ClippedSum:
-        found: ClippedSum = self._backend.clipped_sum(self._padded(batch, rows), self.plan.max_grad_norm, rows)
+        found: ClippedSum = self._backend.clipped_sum(self._batches.padded(batch, rows), self._clip, rows)
         return found
 
     return [
         Change(base, "measurable", lambda real, norms: norms),
         Change(base, "clip_factors", factors),
-        Change(PrivateGradient, "_attempt", attempt),
+        Change(PrivatePasses, "_attempt", attempt),
         Change(noise, "on_grid", lambda real, values, g, tame=False: values.double().div(g).round_()),
     ]
 
@@ -239,7 +241,7 @@ def cyclic_batches() -> list[Change]:
         members = (next(turns) * size + torch.arange(size)) % population
         yield from torch.split(members.sort().values, chunk)
 
-    return [Change(mechanism, "poisson_chunks", chunks)]
+    return [Change(batches, "poisson_chunks", chunks)]
 
 
 def same_sample_on_every_rank() -> list[Change]:
@@ -248,20 +250,20 @@ def same_sample_on_every_rank() -> list[Change]:
     def chunks(real: Any, population: int, rate: float, chunk: int, entropy: Entropy) -> Any:
         return real(population, rate, chunk, UnsafeSeed(next(seeds)))
 
-    return [Change(mechanism, "poisson_chunks", chunks)]
+    return [Change(batches, "poisson_chunks", chunks)]
 
 
 def padded_shard() -> list[Change]:
     """All ranks own equally many records, as torch's DistributedSampler has it: the first ones have two owners."""
 
-    def opened(real: Any, self: Any, *args: Any) -> None:
-        real(self, *args)
-        self._population = math.ceil(self._population / self._world.size) * self._world.size
+    def opened(real: Any, self: Any, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        self.population = math.ceil(self.population / self._world.size) * self._world.size
 
     def in_data(real: Any, self: Any, chosen: Any) -> Any:
         return (real(self, chosen) % self._records.size()).sort().values
 
-    return [Change(PrivateGradient, "_open", opened), Change(PrivateGradient, "_in_data", in_data)]
+    return [Change(PrivateBatches, "__init__", opened), Change(PrivateBatches, "_in_data", in_data)]
 
 
 # ---- the rest of a step
@@ -298,7 +300,7 @@ def realised_batch() -> list[Change]:
     def noisy_mean(real: Any, *args: Any, expected: float, **options: Any) -> Any:
         return real(*args, expected=float(max(1, size[0])), **options)
 
-    return [Change(mechanism, "poisson_chunks", chunks), Change(releases, "noisy_mean", noisy_mean)]
+    return [Change(batches, "poisson_chunks", chunks), Change(releases, "noisy_mean", noisy_mean)]
 
 
 def ledger_off_by_one() -> list[Change]:

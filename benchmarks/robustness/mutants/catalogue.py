@@ -20,7 +20,7 @@ from halfsilver.auditing.instruments import Instrument
 from halfsilver.auditing.loops import LOOPS, layered, plan_of, synthetic, trainer_loop
 from halfsilver.auditing.run import Run
 from halfsilver.mirror import FallBack, FirstOrder
-from halfsilver.privacy import mechanism
+from halfsilver.privacy import batches
 from halfsilver.privacy.gradients import base
 from halfsilver.privacy.gradients.book import backend as book
 from halfsilver.privacy.plan import PrivacyPlan
@@ -84,7 +84,7 @@ MUTANTS: dict[str, Mutant] = {
     "noise x 0.5": Mutant(bugs.weaker_noise(0.5), Setting(loop="federated"), by=("A", "B")),
     "clip x 2": Mutant(bugs.longer_clip(2, base, book), replace(_BOOK, replay=True), by=("A", "C")),
     "no clip": Mutant(bugs.longer_clip(math.inf, base), Setting(loop="trainer/hooks", replay=True), by=("A", "B", "C")),
-    "rate x 1.5": Mutant(bugs.higher_rate(1.5, mechanism), _BOOK, by=("B",)),
+    "rate x 1.5": Mutant(bugs.higher_rate(1.5, batches), _BOOK, by=("B",)),
     "rate x 2": Mutant(bugs.higher_rate(2, users), Setting(loop="federated", canaries=100), by=("B",)),
     "cyclic batches": Mutant(bugs.cyclic_batches, _BOOK, by=("B",)),
     "public gradient leaks 0.3 C": Mutant(

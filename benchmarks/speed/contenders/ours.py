@@ -50,7 +50,7 @@ class Ours:
             run_id="speed",
             speed=self._speed(options),
         )
-        self.rows = self._source._rows
+        self.rows = self._source._batches.rows
         self.detail = f"backend {self._source._backend.name}, {self.rows} rows at once"
 
     def _private_rows(self) -> int:

@@ -10,8 +10,9 @@ import torch
 from halfsilver.auditing.report import AuditReport, audit
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.study.arena import make_plan
+from halfsilver.study.method import PDA, WARM
 from halfsilver.study.problem import Setting
-from halfsilver.study.run import Run, make_trainer
+from halfsilver.study.run import Job, make_trainer
 from halfsilver.study.start import new_model
 from halfsilver.tasks.named import study_of_task
 
@@ -23,10 +24,10 @@ def audit_of_task(task: str, *, data: Path, recipe: str, epsilon: float | None, 
     one is audited.
     """
     study = study_of_task(task, data=data, recipe=recipe, epsilon=epsilon, delta=asked["delta"])
-    made, problem, nowhere = study.asked.recipe, study.source(), Path()
-    plan = make_plan(made, problem.population, study.asked.epsilon, asked["delta"])
-    method, grid = "pda" if made.local is None else "warm", made.grid
-    job = Run(
+    made, problem, nowhere = study.request.recipe, study.source(), Path()
+    plan = make_plan(made, problem.population, study.request.epsilon, asked["delta"])
+    method, grid = PDA if made.local is None else WARM, made.grid
+    job = Job(
         method=method,
         seed=0,
         setting=Setting(grid.warm[len(grid.warm) // 2], grid.middle_end),
@@ -38,4 +39,4 @@ def audit_of_task(task: str, *, data: Path, recipe: str, epsilon: float | None, 
     trainer = make_trainer(new_model(problem, 0), problem, made, job, plan)
     shown = PublicRows(problem.public)
     some = shown.batch(torch.arange(min(rows, len(shown))), torch.device("cpu"))
-    return audit(trainer, some, problem.public if method == "pda" else None, local=made.local, **asked)
+    return audit(trainer, some, problem.public if method.has_mirror else None, local=made.local, **asked)

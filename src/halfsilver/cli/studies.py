@@ -6,15 +6,18 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from halfsilver.errors import ConfigError, require
-from halfsilver.study.problem import METHODS
+from halfsilver.errors import ConfigError
+from halfsilver.study.method import NAMES, REGISTERED, registered
 from halfsilver.tasks import TASKS
+
+if TYPE_CHECKING:
+    from halfsilver.study.records import Summary
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Data = Annotated[Path | None, typer.Option(help="Folder of the data sets (default: $HALFSILVER_DATA).")]
@@ -41,6 +44,7 @@ def compare(
     recipe: RecipeName = "workstation",
     seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
     cold_seeds: Annotated[int | None, typer.Option(help="Runs of cold, where fewer are enough; 0: without it.")] = None,
+    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(REGISTERED)}, with commas.")] = ",".join(NAMES),
     search: Annotated[str, typer.Option(help="public: no private row is used; paper: on set-aside rows.")] = "public",
     quick: Annotated[bool, typer.Option(help="2 epochs, 3 learning rates, 1 alpha; not for publication.")] = False,
     data: Data = None,
@@ -50,7 +54,7 @@ def compare(
     trials: Annotated[int, typer.Option(help="linreg: fresh data sets per dimension.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Public, cold, warm and pda side by side at one epsilon, and a verdict."""
+    """Several methods side by side at one epsilon, and a verdict."""
     if task == "linreg":
         return compare_linreg(dims, trials, out, as_json)
     from halfsilver.tasks.named import study_of_task
@@ -63,6 +67,7 @@ def compare(
         delta=delta,
         seeds=seeds,
         cold_seeds=cold_seeds,
+        methods=[name.strip() for name in methods.split(",")],
         search=search,
         quick=quick,
         out=out,
@@ -70,21 +75,22 @@ def compare(
     _tell(f"study in {study.folder}")
     summary = study.go(workers_count=workers, tell=_tell)
     if as_json:
-        typer.echo(json.dumps(summary))
+        typer.echo(json.dumps(summary.to_json()))
         return
     show_summary(summary)
 
 
-def show_summary(summary: dict[str, Any]) -> None:
+def show_summary(summary: Summary) -> None:
     from halfsilver.study.show import columns, notes, rows
 
-    table = Table(*columns(summary), title=f"{summary['task']}, {summary['steps']} steps, delta {summary['delta']:g}")
+    study = summary.study
+    table = Table(*columns(summary), title=f"{study.task}, {summary.steps} steps, delta {study.delta:g}")
     for row in rows(summary):
         table.add_row(*row)
     console = Console(markup=False)
     console.print(table)
-    words = summary["verdict"]
-    for line in (*notes(summary), "", words["headline"], "", *words["sentences"]):
+    verdict = summary.verdict
+    for line in (*notes(summary), "", verdict.headline, "", *verdict.sentences):
         console.print(line, highlight=False, markup=False)
 
 
@@ -109,7 +115,7 @@ def compare_linreg(dims: list[int] | None, trials: int, out: Path | None, as_jso
 
 def run(
     task: Annotated[str, typer.Argument(help="A task, or one of its recipes such as cifar10-eps3.51.")],
-    method: Annotated[str, typer.Option(help="public, cold, warm or pda.")] = "pda",
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(REGISTERED)}.")] = NAMES[-1],
     epsilon: Epsilon = None,
     delta: Delta = None,
     learning_rate: Annotated[float | None, typer.Option(help="Default: the middle of the recipe's grid.")] = None,
@@ -122,7 +128,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """One method, one run: progress, a run folder, and a report."""
-    require(method in METHODS, "method", method, f"in {METHODS}")
+    trains = registered(method).trains
     from halfsilver.tasks.named import run_of_task
 
     result = run_of_task(
@@ -139,7 +145,7 @@ def run(
         tell=_tell,
         rounds=rounds,
     )
-    if method != "public":
+    if trains:
         from halfsilver.report import write_report
 
         result["report"] = str(write_report(Path(result["folder"])))

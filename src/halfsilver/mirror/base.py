@@ -24,7 +24,23 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a map is told about one step besides the released gradient; later versions may add fields."""
+    """What a map is told about one step besides the released gradient.
+
+    Everything in it is public or released. Later versions may add fields, so build one with keywords only.
+
+    Args:
+        params: The trainable parameters before the update, in the order of the model. A map must not change them.
+        public: The loss on the public data, or None where `fit` was given none.
+        clock: The position in the run: step, number of steps, steps per epoch.
+        lr: The learning rate of the optimizer's first parameter group in this step, at least 0.
+
+    Example:
+        >>> import torch
+        >>> from halfsilver.mirror import Clock
+        >>> step = Step(params=[torch.zeros(2)], public=None, clock=Clock(step=0, total_steps=10), lr=0.1)
+        >>> step.clock.step
+        0
+    """
 
     params: Tensors
     public: PublicLoss | None
@@ -34,9 +50,22 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """What a direction is made of where the public loss is separable: private * released + public * public gradient.
+    """What one direction is made of: ``private * released + public * public_gradient``.
 
-    `elementwise` says that a number of the direction depends on no other number of the released gradient.
+    The formula is about parameters whose public loss is ``curvature / 2`` times their square and independent of all
+    others. `halfsilver.audit` trains such parameters beside the model, and computes from their updates what was
+    released.
+
+    Args:
+        private: The factor of the released gradient. It may differ from step to step, and must not be 0 for the
+            released values to be readable.
+        public: The factor of the public gradient. Default 0.
+        elementwise: True if each number of the direction depends on one number of the released gradient only. The
+            audit then also compares the rest of the model between neighbouring runs. Default False.
+
+    Example:
+        >>> Mixture(private=0.5, public=0.5, elementwise=True).private
+        0.5
     """
 
     private: float
@@ -45,18 +74,62 @@ class Mixture:
 
 
 class MirrorMap(Protocol):
-    """One way to use public data; every method of the library is a value of this protocol.
+    """The protocol of a mirror map: how the released gradient becomes the direction that the optimizer is given.
 
-    `direction` never changes its arguments and is deterministic in them. State is a dict of tensors: the
-    entries named in `persistent` belong in a checkpoint, the others are made again by `init`.
+    A map sees public data and released values only. By the post-processing property of differential privacy it cannot
+    change the privacy guarantee.
+
+    A map may also have a method ``mixture(released, state, step, *, curvature)`` that returns a `Mixture`, or a string
+    that says why there is none. `halfsilver.audit` uses it to compute released values from updates of the model. If it
+    is missing, the audit reads what the map was given, and its report says so.
+
+    Example:
+        A map that halves the gradient. `Stateless` provides `persistent` and `init`.
+
+        >>> import torch
+        >>> from halfsilver.mirror import Clock, Stateless, Step
+        >>> class Halve(Stateless):
+        ...     def direction(self, released, state, step):
+        ...         return [g / 2 for g in released], state
+        >>> step = Step(params=[torch.zeros(1)], public=None, clock=Clock(step=0, total_steps=1), lr=0.1)
+        >>> Halve().direction([torch.ones(1)], {}, step)
+        ([tensor([0.5000])], {})
+
+    References:
+        Dwork and Roth, *The Algorithmic Foundations of Differential Privacy*, 2014, proposition 2.1 (post-processing)
     """
 
     @property
-    def persistent(self) -> tuple[str, ...]: ...
+    def persistent(self) -> tuple[str, ...]:
+        """Names of the state tensors that a checkpoint must hold. `init` computes all others again."""
 
-    def init(self, *, params: Tensors, public: PublicLoss | None) -> State: ...
+    def init(self, *, params: Tensors, public: PublicLoss | None) -> State:
+        """The state before the first step, and after a restart.
 
-    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]: ...
+        Args:
+            params: The trainable parameters at the start.
+            public: The loss on the public data, or None where there are none.
+
+        Returns:
+            Tensors by name. An empty dict if the map remembers nothing.
+
+        Raises:
+            ConfigError: If the map needs public data that it is not given. Raise it here, before a private record
+                is read.
+        """
+
+    def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
+        """The direction of one step. A pure function: deterministic, and without changes to its arguments.
+
+        Args:
+            released: The noisy mean of the clipped gradients, one tensor for each parameter.
+            state: What `init` or the step before returned.
+            step: Parameters, public loss, clock and learning rate.
+
+        Returns:
+            The direction, in the shapes, dtypes and on the devices of the parameters, and the next state, with the
+            names of the old one.
+        """
 
 
 def need_public(public: PublicLoss | None, mirror: object) -> PublicLoss:
@@ -82,7 +155,12 @@ def clip_factor(tensors: Tensors, max_norm: float) -> float:
 
 
 class Stateless:
-    """For maps that remember nothing from step to step."""
+    """Base class for maps that remember nothing from step to step: an empty `persistent`, and an `init` without state.
+
+    Example:
+        >>> Stateless().init(params=[], public=None)
+        {}
+    """
 
     persistent: ClassVar[tuple[str, ...]] = ()
 
@@ -93,7 +171,20 @@ class Stateless:
 @final
 @dataclass(frozen=True)
 class Euclidean(Stateless):
-    """The identity: plain DP-SGD."""
+    """Plain DP-SGD: the direction is the released gradient.
+
+    It is the mirror step with ``Psi(theta) = |theta|^2 / 2``. It uses no public data.
+
+    Example:
+        >>> import torch
+        >>> from halfsilver.mirror import Clock, Step
+        >>> step = Step(params=[torch.zeros(1)], public=None, clock=Clock(step=0, total_steps=1), lr=0.1)
+        >>> Euclidean().direction([torch.ones(1)], {}, step)
+        ([tensor([1.])], {})
+
+    References:
+        Abadi et al., *Deep Learning with Differential Privacy*, CCS 2016, arXiv:1607.00133
+    """
 
     def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
         return released, state
@@ -105,7 +196,11 @@ class Euclidean(Stateless):
 @final
 @dataclass(frozen=True)
 class ClipReleased(Stateless):
-    """Scales the released gradient to a norm of at most `max_norm`."""
+    """The map that `clip_released` makes: ``released * min(1, max_norm / |released|)``.
+
+    Args:
+        max_norm: The largest norm of the whole released gradient, above 0.
+    """
 
     max_norm: float
 
@@ -122,7 +217,11 @@ class ClipReleased(Stateless):
 @final
 @dataclass(frozen=True)
 class Chain:
-    """Maps applied one after the other; the state of map i is kept under the prefix "i."."""
+    """The map that `chain` makes. The state of map i is kept under the prefix ``"i."``.
+
+    Args:
+        maps: The maps, the first of which is given the released gradient.
+    """
 
     maps: tuple[MirrorMap, ...]
 
@@ -178,14 +277,50 @@ def _part(state: State, i: int) -> State:
 def chain(*maps: MirrorMap) -> Chain:
     """Apply `maps` in order, each to the output of the one before.
 
-    >>> chain(clip_released(1.0), Euclidean()).maps[0]
-    ClipReleased(max_norm=1.0)
+    Args:
+        maps: Any number of mirror maps. The first is given the released gradient, and the optimizer is given the output
+            of the last. Without any, the chain is `Euclidean`.
+
+    Returns:
+        One map. It needs public data if one of `maps` does.
+
+    Raises:
+        ConfigError: If the `direction` of a map cannot be called with a released gradient, a state and a step.
+
+    Example:
+        >>> chain(clip_released(1.0), Euclidean()).maps[0]
+        ClipReleased(max_norm=1.0)
     """
     return Chain(maps)
 
 
 def clip_released(max_norm: float) -> ClipReleased:
-    """Clip the released gradient once more, as the paper does for images: free post-processing."""
+    """A map that clips the released gradient: ``released * min(1, max_norm / |released|)``.
+
+    The clip norm of the plan bounds the gradient of each record before the noise. This one bounds the noisy mean of a
+    step, whose noise grows with the number of parameters. It is post-processing and costs no privacy. Amid et al. use
+    it for images.
+
+    Args:
+        max_norm: The largest norm of the whole gradient, above 0. Choose it below the norm of the noise, which is about
+            ``noise_multiplier * max_grad_norm * sqrt(parameters) / expected_batch_size``, or it does little.
+
+    Returns:
+        A map, for use alone or in a `chain`.
+
+    Raises:
+        ConfigError: If `max_norm` is not above 0.
+
+    Example:
+        >>> import torch
+        >>> from halfsilver.mirror import Clock, Step
+        >>> step = Step(params=[torch.zeros(2)], public=None, clock=Clock(step=0, total_steps=1), lr=0.1)
+        >>> clip_released(1.0).direction([torch.tensor([3.0, 4.0])], {}, step)[0]
+        [tensor([0.6000, 0.8000])]
+
+    References:
+    Amid et al., *Public Data-Assisted Mirror Descent for Private Model Training*, ICML 2022, arXiv:2112.00193
+    """
     return ClipReleased(max_norm)
 
 

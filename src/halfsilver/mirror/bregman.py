@@ -74,14 +74,47 @@ def _towards(target: Tensors, step: Step) -> Tensors:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Bregman(_ExactStep):
-    """theta_{t+1} = argmin over C of lr <released, theta> + B_Psi(theta, theta_t): Algorithm 1, line 5.
+    """The exact mirror step: ``theta_{t+1} = argmin over C of lr <released, theta> + B_Psi(theta, theta_t)``.
 
-    The direction is (theta_t - theta_{t+1}) / lr, so the step is exact with plain SGD. Psi is the loss on
-    the whole public set plus ``damping/2 |theta|^2``, any convex loss; ``quadratic=True`` promises that it is
-    quadratic (checked) and takes the closed form in the eigenbasis of its Hessian.
+    ``B_Psi(a, b) = Psi(a) - Psi(b) - <grad Psi(b), a - b>`` is the Bregman divergence of Psi, the mean loss over all
+    public rows, which must be convex. The direction is ``(theta_t - theta_{t+1}) / lr``, so that the step is exact with
+    plain SGD and only with it. The map costs no privacy, because it sees released and public values only.
 
-    The residual of the mirror equation is at most ``tolerance * max(1, |dual|)``. A loss without strong
-    convexity (logistic regression) may have no solution for a large step: give it some damping.
+    Args:
+        constraint: The set C that parameters must stay in: `L2Ball`, and with ``quadratic=True`` also `GradientBall` or
+            `Intersection`. Default None, all parameters.
+        quadratic: Promises that the public loss is quadratic, which `init` checks, and takes the closed form in the
+            eigenbasis of its Hessian. Default False. Set it for linear regression, where it is faster and exact.
+        damping: The factor of ``|theta|^2 / 2`` that is added to Psi, at least 0. Default 0. A loss without strong
+            convexity, such as that of logistic regression, may have no solution for a large step without it.
+        tolerance: The residual of the optimality condition that is allowed, relative to ``max(1, |dual|)``, above 0.
+            Default 1e-10. The computation is in float64 whatever the dtype of the model.
+        max_iterations: The largest number of Newton steps in one mirror step. Default 100.
+        gradient_only: Replaces Hessian-vector products by differences of gradients. Default False. Set it for losses
+            that cannot be differentiated twice.
+
+    Raises:
+        ConfigError: If an argument is out of range, if the set bounds the gradient of a loss that is not quadratic, if
+            parameters are sharded, or when training starts without public data.
+        ConvergenceError: If Newton's method does not reach the tolerance, often because the loss is not convex.
+
+    Example:
+        >>> import torch
+        >>> from halfsilver.mirror import Bregman, Clock, PublicLoss, Step
+        >>> model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> loss = lambda model, x: 2 * model(x).squeeze(1).square()  # of curvature 4
+        >>> public = PublicLoss(model, loss, torch.ones(4, 1, dtype=torch.float64))
+        >>> mirror, params = Bregman(damping=0.0), [model.weight]
+        >>> state = mirror.init(params=params, public=public)
+        >>> step = Step(params=params, public=public, clock=Clock(step=0, total_steps=1), lr=0.1)
+        >>> round(float(mirror.direction([torch.ones(1, 1, dtype=torch.float64)], state, step)[0][0]), 6)
+        0.25
+
+    References:
+        Amid et al., *Public Data-Assisted Mirror Descent for Private Model Training*, ICML 2022, arXiv:2112.00193,
+        algorithm 1, line 5
+        Nemirovsky and Yudin, *Problem Complexity and Method Efficiency in Optimization*, 1983
     """
 
     persistent: ClassVar[tuple[str, ...]] = ()
@@ -95,10 +128,48 @@ class Bregman(_ExactStep):
 @final
 @dataclass(frozen=True, kw_only=True)
 class DualAveraging(_ExactStep):
-    """``theta_{t+1} = argmin over C of <sum of lr_i released_i, theta> + Psi(theta) + damping/2 |theta|^2``.
+    """The lazy mirror step: ``argmin over C of <sum of lr_i released_i, theta> + Psi(theta) + damping/2 |theta|^2``.
 
-    The lazy form of mirror descent: only the running sum is kept, in float64 under "dual". Without a set,
-    and started at the minimiser of the damped public loss, its iterates are those of `Bregman`.
+    Each step starts again from the sum of all released gradients, which is the state "dual", in float64. Without a set,
+    and started at the minimiser of the damped public loss, the iterates are those of `Bregman`. The direction is
+    ``(theta_t - theta_{t+1}) / lr``, so use plain SGD. The map costs no privacy, because it sees released and public
+    values only.
+
+    Args:
+        constraint: The set C that parameters must stay in: `L2Ball`, and with ``quadratic=True`` also `GradientBall` or
+            `Intersection`. Default None, all parameters.
+        quadratic: Promises that the public loss is quadratic, which `init` checks, and takes the closed form in the
+            eigenbasis of its Hessian. Default False. Set it for linear regression, where it is faster and exact.
+        damping: The factor of ``|theta|^2 / 2`` that is added to Psi, at least 0. Default 1. A loss without strong
+            convexity, such as that of logistic regression, may have no solution for a large step without it.
+        tolerance: The residual of the optimality condition that is allowed, relative to ``max(1, |dual|)``, above 0.
+            Default 1e-10. The computation is in float64 whatever the dtype of the model.
+        max_iterations: The largest number of Newton steps in one mirror step. Default 100.
+        gradient_only: Replaces Hessian-vector products by differences of gradients. Default False. Set it for losses
+            that cannot be differentiated twice.
+
+    Raises:
+        ConfigError: If an argument is out of range, if the set bounds the gradient of a loss that is not quadratic, if
+            parameters are sharded, or when training starts without public data.
+        ConvergenceError: If Newton's method does not reach the tolerance, often because the loss is not convex.
+
+    Example:
+        >>> import torch
+        >>> from halfsilver.mirror import DualAveraging, Clock, PublicLoss, Step
+        >>> model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> loss = lambda model, x: 2 * model(x).squeeze(1).square()  # of curvature 4
+        >>> public = PublicLoss(model, loss, torch.ones(4, 1, dtype=torch.float64))
+        >>> mirror, params = DualAveraging(damping=0.0), [model.weight]
+        >>> state = mirror.init(params=params, public=public)
+        >>> step = Step(params=params, public=public, clock=Clock(step=0, total_steps=1), lr=0.1)
+        >>> round(float(mirror.direction([torch.ones(1, 1, dtype=torch.float64)], state, step)[0][0]), 6)
+        0.25
+
+    References:
+        Amid et al., *Public Data-Assisted Mirror Descent for Private Model Training*, ICML 2022, arXiv:2112.00193,
+        appendix on the first-order approximation, which starts from this form
+        Nesterov, *Primal-Dual Subgradient Methods for Convex Problems*, Mathematical Programming 120, 2009
     """
 
     damping: float = 1.0

@@ -19,19 +19,50 @@ from halfsilver.mirror.schedules import weight_at
 @final
 @dataclass(frozen=True)
 class FallBack:
-    """`mirror` while released and public gradients agree or may agree; plain DP-SGD once they clearly do not.
+    """`FirstOrder` that falls back to plain DP-SGD when the public data work against the private gradient.
 
-    To first order a step along the public gradient p lowers the private loss where the private gradient has a positive
-    projection on p, and raises it where that is negative. The projections of released gradients on ``p / |p|`` are
-    summed over about the last `memory` steps, and the sum is divided by the root of the sum of squares. Where no
-    agreement exists, and public batches are drawn anew in each step, the score is nearly a normal variable, whatever
-    the scale of the noise and however much the batches add to it. With the same public batch in every step, projections
-    depend on the steps before, and the score wanders further than that. The lowest score so far decides: down to
-    -`sigmas` alpha is that of the schedule, from -2 `sigmas` on it is 1, and in between it rises evenly. Alpha is never
-    below the schedule. A public gradient that is not finite is not used.
+    To first order, a step along the public gradient p lowers the private loss if the private gradient has a positive
+    projection on p, and raises it if the projection is negative. With the projections x of released gradients on
+    ``p / |p|``, k = 1 - 1 / memory and i steps back::
 
-    All of it is post-processing of released gradients, so it costs no privacy. The state "evidence" holds both sums and
-    the trust: the share of 1 - alpha that is left to the public gradient.
+        score = sum_i k^i x_i / sqrt(sum_i k^(2i) x_i^2)
+        trust = min over all steps so far of clamp(2 + score / sigmas, 0, 1)
+        direction = (1 - trust * (1 - alpha)) * released + trust * (1 - alpha) * p
+
+    Without agreement or disagreement, and with public batches drawn anew in each step, the score is nearly a standard
+    normal variable, whatever the scale of the noise. With the same public batch in every step, projections depend on
+    earlier steps and the score varies more. The trust is 1 down to a score of -`sigmas` and 0 from -2 `sigmas` on, and
+    it never rises again. A public gradient that is not finite is not used.
+
+    The map costs no privacy, because it is post-processing of released gradients. The state "evidence" holds the two
+    sums and the trust.
+
+    Args:
+        mirror: The map to use while the public data help, with its schedule for alpha.
+        sigmas: How many standard deviations of disagreement begin to lower the trust, above 0. Default 4. Smaller
+            values react sooner, and more often by chance.
+        memory: For about how many steps a projection counts, at least ``2 * sigmas**2 + 0.5``. Default 200. Lower it
+            if public data are good at first and harmful later; raise it where the noise hides the disagreement.
+
+    Raises:
+        ConfigError: If `sigmas` or `memory` is out of range, or when training starts without public data.
+
+    Example:
+        >>> import torch
+        >>> from halfsilver.mirror import Clock, FallBack, FirstOrder, PublicLoss, Step
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> public = PublicLoss(model, lambda model, x: model(x).squeeze(1), torch.ones(4, 1))  # its gradient is 1
+        >>> step = Step(params=[model.weight], public=public, clock=Clock(step=0, total_steps=99), lr=0.1)
+        >>> mirror = FallBack(FirstOrder(0.5))
+        >>> state = mirror.init(params=[model.weight], public=public)
+        >>> for _ in range(99):  # the private gradient points the other way
+        ...     direction, state = mirror.direction([torch.tensor([[-1.0]])], state, step)
+        >>> direction
+        [tensor([[-1.]])]
+
+    References:
+        Amid et al., *Public Data-Assisted Mirror Descent for Private Model Training*, ICML 2022, arXiv:2112.00193
+        (the map that it guards; the test of agreement is this library's)
     """
 
     mirror: FirstOrder

@@ -22,11 +22,16 @@ from halfsilver.mirror.schedules import falling
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainResult:
-    """How pretraining went; the losses are those of `best_epoch`, whose weights the model now has.
+    """The result of `pretrain`. The model has the weights of `best_epoch`.
 
-    `history` holds (train_loss, holdout_loss) before training and after each epoch, so that
-    `history[best_epoch]` is the best; best_epoch 0 means that training never helped. Without held-out rows their losses
-    are NaN and the last epoch counts as the best.
+    Args:
+        epochs: Epochs that were trained.
+        best_epoch: The epoch with the least held-out loss. 0 is the start, so training never helped. Without held-out
+            rows it is the last epoch.
+        train_loss: The mean loss of the training rows in the best epoch.
+        holdout_loss: The mean loss of the held-out rows after the best epoch; NaN without such rows.
+        history: Pairs of (train_loss, holdout_loss), before training and after each epoch. The best is
+            ``history[best_epoch]``.
     """
 
     epochs: int
@@ -51,13 +56,47 @@ def pretrain(
     average: float | None = None,
     lr_end: float = 1.0,
 ) -> PretrainResult:
-    """Train on public data until the held-out loss has not improved for `patience` epochs.
+    """Train on public data, ``theta_0 = argmin Psi(theta)``, until the held-out loss stops improving.
 
-    Leaves the best weights in the model, its training flags as they were, and no gradients. The order of
-    the rows, dropout and `transform` (which augments training batches only) depend on `seed` alone, and no
-    global random generator is advanced. The default optimizer is Adam with learning rate 1e-3. The learning rate falls
-    by a cosine over `epochs` to the share `lr_end`. `average` is the decay of an exponential average of the weights,
-    which is then what is tested and left in the model. With ``holdout=0`` all rows are trained on for all epochs.
+    The model keeps its best weights and its training mode, and no gradients. Private data are not involved, so it
+    costs no privacy. Everything random depends on `seed` alone, and no global random generator is advanced.
+
+    Args:
+        model: The model to train, in place.
+        loss_fn: A function of model and batch that returns one loss for each row.
+        dataset: Public rows: a tensor, a tuple or dict of tensors, or a data set with ``__len__`` and ``__getitem__``.
+        optimizer: Any torch optimizer of the model's trainable parameters. Default None, Adam with learning rate 1e-3.
+        epochs: The largest number of passes over the training rows, at least 1. Default 200.
+        patience: Epochs without improvement of the held-out loss after which training stops, at least 1. Default 10.
+            Raise it for small data sets, whose held-out loss is noisy.
+        holdout: The share of rows that are held out, in (0, 1). Default 0.1. With 0 all rows are trained on for all
+            epochs; use it with a number of `epochs` that is known to be good.
+        batch_size: The largest number of rows in a batch, at least 1. Default 64.
+        seed: Determines the held-out rows, the order of the others, dropout and `transform`. Default 0.
+        transform: Augments a batch before each training pass. Held-out rows are not augmented. Default None.
+        average: The decay of an exponential average of the weights, in (0, 1). The average is then what is tested and
+            what the model keeps. Default None, no average.
+        lr_end: The learning rate falls along a cosine over `epochs` to this share of its start, in [0, 1]. Default 1, a
+            constant rate.
+
+    Returns:
+        Losses, the number of epochs, and which of them was best.
+
+    Raises:
+        ConfigError: If an argument is out of range, or the loss of the public rows fails or is not finite.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(1, 1)
+        >>> x = torch.linspace(-1, 1, 40)[:, None]
+        >>> loss = lambda model, batch: (model(batch[0]) - batch[1]).square().squeeze(1)
+        >>> result = pretrain(model, loss, (x, 2 * x), epochs=5)
+        >>> result.epochs, result.history[0][1] > result.holdout_loss
+        (5, True)
+
+    References:
+        Amid et al., *Public Data-Assisted Mirror Descent for Private Model Training*, ICML 2022, arXiv:2112.00193,
+        algorithm 1, line 2
     """
     rows = PublicRows(dataset)
     held_out = round(holdout * len(rows))

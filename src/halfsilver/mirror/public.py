@@ -21,16 +21,42 @@ _HESSIAN_ROWS_AT_ONCE = 64
 
 
 class PublicLoss:
-    """The mirror map Psi: the mean of `loss_fn` over public rows, as a function of the parameters.
+    """The loss on the public data, ``Psi(theta) = mean of loss_fn over public rows``, and its derivatives.
 
-    Every method is a pure function of (parameters, seed, step): batches and dropout masks come from the
-    seed and the step alone, and the pass leaves no trace in the model (gradients, buffers, flags) or in
-    any global random generator. Parameters are lists aligned with the trainable parameters of the model;
-    None means their current values, and values of another dtype take inputs and buffers with them. Where
-    they are sharded, every rank computes the same on the whole model and keeps its shard of the gradient.
+    Every method is a pure function of parameters, seed and step. Batches and dropout masks follow from the seed and the
+    step alone, and a pass leaves no trace in the model (gradients, buffers, modes) or in a global random generator.
+    Parameters are lists in the order of the trainable parameters of the model, and None means their current values. If
+    they have another dtype, inputs and buffers are converted to it. If they are sharded, every rank computes the same
+    on the whole model and keeps its shard of the gradient.
 
-    `batch_size` rows are drawn afresh for each `step`; without either of the two, Psi is the mean over the
-    whole public set, computed in pieces of `chunk_size` rows.
+    `Trainer.fit` makes one from the public data that it is given. Make your own for `attach_mirror`, or to use other
+    settings than the trainer's.
+
+    Args:
+        model: The model that is trained, with at least one trainable parameter.
+        loss_fn: A function of model and batch that returns one loss for each row.
+        dataset: Public rows: a tensor, a tuple or dict of tensors, or a data set with ``__len__`` and ``__getitem__``.
+        batch_size: Rows that are drawn anew for each step, at least 1. Default None, all rows in every step. Set it
+            where a pass over all public rows would take longer than the private step.
+        seed: Determines which rows are drawn, and dropout. Default 0.
+        device: Where batches are moved. Default None, the device of the parameters.
+        chunk_size: Rows in one pass, at least 1. Default 1024. Lower it if memory runs out; the result is the same up
+            to rounding.
+
+    Raises:
+        ConfigError: If an argument is out of range, the data set has no rows, or its form is not one of the above.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> public = PublicLoss(model, lambda model, x: model(x).squeeze(1).square(), torch.tensor([[1.0], [3.0]]))
+        >>> public.value(), public.gradient()
+        (5.0, [tensor([[10.]])])
+
+    References:
+        Amid et al., *Public Data-Assisted Mirror Descent for Private Model Training*, ICML 2022, arXiv:2112.00193,
+        algorithm 1, line 1
     """
 
     def __init__(
@@ -57,7 +83,11 @@ class PublicLoss:
         return [self.rows.source]
 
     def check(self) -> None:
-        """Refuse rows on which the loss fails or is not finite, in eval mode; `ConfigError` says which and why."""
+        """Compute the loss of all rows once, in eval mode.
+
+        Raises:
+            ConfigError: If the loss fails or is not finite. The message says why, and on which rows.
+        """
         try:
             with eval_mode(self.model):
                 value = self.value()
@@ -77,23 +107,54 @@ class PublicLoss:
             )  # fmt: skip
 
     def value(self, params: Tensors | None = None, *, step: int | None = None) -> float:
-        """Psi(params)."""
+        """Psi at `params`.
+
+        Args:
+            params: Values of the trainable parameters. Default None, the current ones.
+            step: The step whose batch is used, if there is a `batch_size`. Default None, all rows.
+
+        Returns:
+            The mean loss.
+        """
         with torch.no_grad():
             return float(self._sum(lambda loss, _: [loss], params, step)[0])
 
     def gradient(self, params: Tensors | None = None, *, step: int | None = None) -> Tensors:
-        """The gradient of Psi, zero for parameters that the public loss does not use."""
+        """The gradient of Psi at `params`.
+
+        Args:
+            params: Values of the trainable parameters. Default None, the current ones.
+            step: The step whose batch is used, if there is a `batch_size`. Default None, all rows.
+
+        Returns:
+            One tensor for each parameter, zero for those that the public loss does not use.
+        """
         with torch.enable_grad():
             total = self._sum(_gradient, params, step)
         return [shard_of(t, p) for t, p in zip(total, params or trainable(self.model), strict=True)]
 
     def hvp(self, vectors: Tensors, params: Tensors | None = None) -> Tensors:
-        """The Hessian of Psi over the whole public set, times `vectors`."""
+        """The Hessian of Psi over all public rows, times `vectors`.
+
+        Args:
+            vectors: One tensor for each parameter.
+            params: Where the Hessian is taken. Default None, at the current parameters.
+
+        Returns:
+            One tensor for each parameter.
+        """
         with torch.enable_grad():
             return self._sum(lambda loss, leaves: _hessian_times(loss, leaves, vectors), params, None)
 
     def hessian(self, params: Tensors | None = None) -> Tensor:
-        """The dense Hessian over the whole public set, symmetric and in float64; order as in `flatten`."""
+        """The Hessian of Psi over all public rows as a matrix.
+
+        Args:
+            params: Where the Hessian is taken. Default None, at the current parameters.
+
+        Returns:
+            A symmetric matrix in float64, in the order of the flattened parameters.
+        """
         point = [p.detach().double() for p in (params or trainable(self.model))]
         with torch.enable_grad():
             matrix = self._sum(_hessian, point, None)[0]

@@ -26,16 +26,39 @@ from halfsilver.mirror.solvers import (
 @final
 @dataclass(frozen=True, eq=False)
 class Quadratic(Stateless):
-    """lambda_min(A) * A^-1 * released, with A = H + damping * I and H the Hessian of the public loss.
+    """The exact mirror step of a quadratic public loss: ``lambda_min(A) * A^-1 * released`` with A = H + damping * I.
 
-    The scale makes the largest eigenvalue of the applied inverse 1, so that a learning rate means the same
-    as for `Euclidean`, and H = I gives `Euclidean` bit for bit. Up to `dense_limit` parameters A is
-    factorised once; above, each step runs conjugate gradients on Hessian-vector products.
+    H is the Hessian of the public loss over all public rows. The factor lambda_min(A) makes 1 the largest eigenvalue of
+    what is applied, so that learning rates mean the same as for `Euclidean`, and H = I gives `Euclidean` bit for bit.
+    The map costs no privacy, because it sees released and public values only.
 
-    With ``normalize=False`` the scale is left out: a learning rate of 1 is a Newton step.
+    Args:
+        hessian: A fixed symmetric matrix to use for H, such as the Hessian of a logistic loss at its minimum. Its order
+            is that of the flattened parameters. Default None: H is computed, and the loss must be quadratic.
+        damping: Added to the diagonal of H, at least 0, in the unit of the Hessian. Default 0. Raise it if H is
+            singular or nearly so, for instance with fewer public rows than parameters.
+        normalize: Whether to apply lambda_min(A). Default True. With False a learning rate of 1 is a Newton step.
+        dense_limit: Up to this number of parameters A is factorised once, in memory of 8 bytes times its square.
+            Default 8192. Above, each step runs conjugate gradients on Hessian-vector products.
+        max_iterations: The largest number of these products in one solution. Default 2000.
 
-    Without `hessian` the public loss must be quadratic, which `init` checks. A Hessian that is given, say
-    of a logistic loss at its minimum, is used as a fixed metric.
+    Raises:
+        ConfigError: If `damping` is negative; when training starts, if the public loss is not quadratic and no
+            `hessian` is given, if `hessian` has the wrong shape, or if A is singular to rounding.
+        ConvergenceError: If conjugate gradients do not converge within `max_iterations`.
+
+    Example:
+        >>> import torch
+        >>> from halfsilver.mirror import Clock, Quadratic, Step
+        >>> mirror, params = Quadratic(torch.diag(torch.tensor([1.0, 4.0]))), [torch.zeros(2)]
+        >>> state = mirror.init(params=params, public=None)
+        >>> step = Step(params=params, public=None, clock=Clock(step=0, total_steps=1), lr=0.1)
+        >>> mirror.direction([torch.tensor([1.0, 1.0])], state, step)[0]
+        [tensor([1.0000, 0.2500])]
+
+    References:
+        Amid et al., *Public Data-Assisted Mirror Descent for Private Model Training*, ICML 2022, arXiv:2112.00193,
+        section 4 (for linear regression the mirror step applies the inverse of the public Hessian)
     """
 
     hessian: Tensor | None = field(default=None, repr=False)

@@ -12,9 +12,20 @@ from halfsilver.errors import ConfigError, require
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Where a run stands, in public constants only.
+    """The position in a run, in public constants only. Schedules and maps are given one in each step.
 
-    `steps_per_epoch` is 1 / sampling_rate: an epoch is a declared length, never a count of private rows.
+    Args:
+        step: Updates before this one, at least 0.
+        total_steps: Steps of the plan, at least 1.
+        steps_per_epoch: Steps in which each record is drawn once on average, above 0. It is 1 / sampling_rate, a
+            declared length and never a count of private rows. Default 1.
+
+    Raises:
+        ConfigError: If a value is out of range.
+
+    Example:
+        >>> Clock(step=30, total_steps=100, steps_per_epoch=10).step
+        30
     """
 
     step: int
@@ -32,7 +43,11 @@ Schedule = Callable[[Clock], float]
 
 @dataclass(frozen=True)
 class Constant:
-    """The same weight at every step."""
+    """The schedule that `constant` makes.
+
+    Args:
+        value: The weight, in [0, 1].
+    """
 
     value: float
 
@@ -45,9 +60,12 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """A quarter of a cosine, from 1 at step 0 down to `end` at the last step, or to 0 at time `K`.
+    """The schedule that `cosine` makes. After time `K` the weight stays 0.
 
-    Past the quarter (t > K) the weight stays 0: it neither turns negative nor rises again.
+    Args:
+        end: The weight at the end of the run, in [0, 1].
+        K: The time at which the weight reaches 0, above 0.
+        unit: The unit of `K`, "epoch" or "step".
     """
 
     end: float | None = None
@@ -76,10 +94,20 @@ class Cosine:
 
 
 def constant(alpha: float) -> Constant:
-    """The weight `alpha` at every step.
+    """A schedule with the weight `alpha` at every step.
 
-    >>> constant(0.9)(Clock(step=3, total_steps=10))
-    0.9
+    Args:
+        alpha: The share of the released gradient, in [0, 1].
+
+    Returns:
+        A function of a `Clock`, for `FirstOrder`. ``FirstOrder(0.9)`` is short for ``FirstOrder(constant(0.9))``.
+
+    Raises:
+        ConfigError: If `alpha` is not in [0, 1].
+
+    Example:
+        >>> constant(0.9)(Clock(step=3, total_steps=10))
+        0.9
     """
     return Constant(alpha)
 
@@ -90,17 +118,36 @@ def cosine(
     K: float | None = None,
     unit: Literal["epoch", "step"] = "epoch",
 ) -> Cosine:
-    """cos(pi t / 2K), with K given in epochs or steps, or chosen so that the run ends at `end`.
+    """A schedule that falls along a cosine from 1: ``alpha_t = cos(pi t / (2 K))``, and 0 from K on.
 
-    With `end` the weight is exactly `end` at t = total_steps, so the last step (t = total_steps - 1) lies
-    a hair above it. Past K the weight stays 0.
+    Give either `end` or `K`. With `end`, K follows from the length of the run such that the weight is `end` at
+    t = total_steps. The last step, t = total_steps - 1, is slightly above it.
 
-    >>> round(cosine(end=0.8)(Clock(step=10, total_steps=10)), 6)
-    0.8
-    >>> round(cosine(K=100, unit="epoch")(Clock(step=500, total_steps=1000, steps_per_epoch=10)), 4)
-    0.7071
-    >>> cosine(K=5, unit="step")(Clock(step=7, total_steps=10))
-    0.0
+    Args:
+        end: The weight at the end of the run, in [0, 1]. It does not change with the length of the run, which makes it
+            the better choice for a search. Smaller values trust the public data more. Default None.
+        K: The time at which the weight reaches 0, above 0 and finite. Use it to repeat a published schedule. Default
+            None.
+        unit: The unit of t and `K`: "epoch", which is 1 / sampling_rate steps, or "step". Default "epoch". Ignored
+            with `end`.
+
+    Returns:
+        A function of a `Clock`, for `FirstOrder`.
+
+    Raises:
+        ConfigError: If both or neither of `end` and `K` are given, or one is out of range.
+
+    Example:
+        >>> round(cosine(end=0.8)(Clock(step=10, total_steps=10)), 6)
+        0.8
+        >>> round(cosine(K=100, unit="epoch")(Clock(step=500, total_steps=1000, steps_per_epoch=10)), 4)
+        0.7071
+        >>> cosine(K=5, unit="step")(Clock(step=7, total_steps=10))
+        0.0
+
+    References:
+        Amid et al., *Public Data-Assisted Mirror Descent for Private Model Training*, ICML 2022, arXiv:2112.00193,
+        section 5
     """
     return Cosine(end=end, K=K, unit=unit)
 

@@ -12,7 +12,7 @@ from halfsilver.mirror.solvers import multiplier
 
 
 class ConstraintSet(Protocol):
-    """{theta : |theta| <= radius and |grad Psi(theta)| <= bound}; infinity where a limit is absent."""
+    """The protocol of a set: ``{theta : |theta| <= radius and |grad Psi(theta)| <= bound}``, infinity for no limit."""
 
     @property
     def radius(self) -> float: ...
@@ -24,7 +24,19 @@ class ConstraintSet(Protocol):
 @final
 @dataclass(frozen=True)
 class L2Ball:
-    """Parameters of norm at most `radius`."""
+    """The parameters of Euclidean norm at most `radius`: ``{theta : |theta| <= radius}``.
+
+    Args:
+        radius: The largest norm of all trainable parameters together, above 0.
+
+    Raises:
+        ConfigError: If `radius` is not above 0.
+
+    Example:
+        >>> from halfsilver.mirror import Bregman
+        >>> Bregman(constraint=L2Ball(2.0)).constraint
+        L2Ball(radius=2.0)
+    """
 
     radius: float
     bound: ClassVar[float] = math.inf
@@ -36,9 +48,26 @@ class L2Ball:
 @final
 @dataclass(frozen=True)
 class GradientBall:
-    """Parameters where the gradient of the (undamped) public loss has norm at most `bound`.
+    """The parameters at which the public loss is nearly flat: ``{theta : |grad Psi(theta)| <= bound}``.
 
-    Convex where the public loss is quadratic, and offered only there.
+    Psi is the public loss without damping. The set is convex if Psi is quadratic, so the maps take it only with
+    ``quadratic=True``.
+
+    Args:
+        bound: The largest norm of the public gradient, above 0. Too small a value holds the parameters at the public
+            optimum.
+
+    Raises:
+        ConfigError: If `bound` is not above 0.
+
+    Example:
+        >>> from halfsilver.mirror import Bregman
+        >>> Bregman(quadratic=True, constraint=GradientBall(0.1)).constraint
+        GradientBall(bound=0.1)
+
+    References:
+        Amid et al., *Public Data-Assisted Mirror Descent for Private Model Training*, ICML 2022, arXiv:2112.00193,
+        section 4
     """
 
     bound: float
@@ -51,10 +80,19 @@ class GradientBall:
 @final
 @dataclass(frozen=True)
 class Intersection:
-    """Both at once: the set of the paper's theorem on linear regression.
+    """The parameters that lie in both sets, as in the theorem on linear regression of Amid et al.
 
-    >>> Intersection(L2Ball(1.0), GradientBall(0.1)).bound
-    0.1
+    Args:
+        ball: The limit of the norm of the parameters.
+        gradient_ball: The limit of the norm of the public gradient.
+
+    Example:
+        >>> Intersection(L2Ball(1.0), GradientBall(0.1)).bound
+        0.1
+
+    References:
+        Amid et al., *Public Data-Assisted Mirror Descent for Private Model Training*, ICML 2022, arXiv:2112.00193,
+        section 4
     """
 
     ball: L2Ball

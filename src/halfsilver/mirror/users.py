@@ -21,11 +21,37 @@ from halfsilver.mirror.rows import derive_seed
 
 @final
 class PublicUsers(PublicLoss):
-    """The public loss of some users, whose "gradient" is the mean of what their local training would change.
+    """The public loss of users who train locally, for federated runs.
 
-    Each of `cohort` users (all by default), drawn by the step, trains on its own rows in an order drawn by the step;
-    its update is clipped to `max_norm`. That is what private users do, so the two directions are of one kind and size.
-    Value and derivatives other than `gradient` are those of the loss over all rows.
+    `gradient` returns the mean update of some users: each trains on its own rows, and the change of its weights is
+    clipped to `max_norm`. Private users do the same, so that both directions have one meaning and size. Value and
+    Hessian are those of the loss over all rows.
+
+    Args:
+        model: The model that is trained.
+        loss_fn: A function of model and batch that returns one loss for each row.
+        users: The rows of each public user, at least one user.
+        local: How a user trains: learning rate, batch size, epochs. Give what the private users have.
+        cohort: Users that are drawn anew for each step, at least 1. Default None, all of them.
+        max_norm: The largest norm of a user's update, in the unit of the weights. Default None, no limit. Give the
+            plan's ``max_grad_norm``, to which updates of private users are clipped.
+        seed: Determines who is drawn, and the order of the rows. Default 0.
+
+    Raises:
+        ConfigError: If there are no users, or `cohort` is below 1.
+
+    Example:
+        >>> import torch
+        >>> from halfsilver.federated import LocalTraining
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> rows = [torch.ones(2, 1), torch.ones(3, 1)]
+        >>> users = PublicUsers(model, lambda model, x: model(x).squeeze(1), rows, LocalTraining(lr=0.5, batch_size=8))
+        >>> users.gradient(step=0)  # one step along a gradient of 1, at a learning rate of 0.5
+        [tensor([[0.5000]])]
+
+    References:
+        Amid et al., *Public Data-Assisted Mirror Descent for Private Model Training*, ICML 2022, arXiv:2112.00193
+        (its federated variant)
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The only code that sees private data. To audit it, read the files in this order:
 
 1. ``plan.py`` and ``accounting.py``: what is promised, and how epsilon follows from it.
-2. ``mechanism.py``: one release (ledger, sample, clip, sum, noise, division), and ``releases.py``: ledger and noise.
+2. ``mechanism.py``: one release. In it ``batches.py`` draws and reads, ``passes.py`` clips and sums, and
+   ``releases.py`` writes the ledger before and adds the noise after.
 3. ``sampling.py``, ``noise.py``, ``entropy.py``: the sampler, the noise, and where random bits come from.
 4. ``ledger/``: ``records.py`` (format), ``history.py`` (checks), ``budget.py`` (filter), ``ledger.py`` (append).
 5. ``data.py``, ``schema.py``, ``silence.py``: how a record is read, and what happens if it cannot be.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from halfsilver._core import system
-from halfsilver.errors import CheckpointCorrupt, HalfsilverError
 from halfsilver.report.figures import Picture, inside, run_pictures
-from halfsilver.report.load import OneRun, load
+from halfsilver.report.load import OneRun, load, shown
 from halfsilver.report.run_page import run_page
 from halfsilver.report.study_figures import study_pictures
 from halfsilver.report.study_page import study_page
+from halfsilver.study.records import Summary
 
 __all__ = ["study_pictures", "write_report"]
 
@@ -51,9 +49,10 @@ def write_report(path: str | Path, out: str | Path | None = None) -> Path:
         'report.html'
     """
     path = Path(path)
-    found = load(path)
+    source = load(path)
     folder = Path(out) if out is not None else path.with_suffix("") if path.is_file() else path
-    page, pictures = _made(path, found)
+    with shown(path):
+        page, pictures = _drawn(source)
     folder.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
         picture.write(inside(folder, "figures"))
@@ -61,15 +60,12 @@ def write_report(path: str | Path, out: str | Path | None = None) -> Path:
     return folder / "report.html"
 
 
-def _made(path: Path, found: Mapping[str, Any] | OneRun) -> tuple[str, list[Picture]]:
-    """The page and its figures. A value of a kind that neither can show is the fault of the files."""
-    try:
-        made = run_pictures(found.history) if isinstance(found, OneRun) else study_pictures(found)
-        page = run_page(found, made) if isinstance(found, OneRun) else study_page(found, made)
-    except HalfsilverError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(
-            f"{path} holds values that cannot be shown: {type(error).__name__}: {error}. Restore it from a copy."
-        ) from error
-    return page, [one for part in made.values() for one in part]
+def _drawn(source: Summary | OneRun) -> tuple[str, list[Picture]]:
+    """The page and its figures."""
+    if isinstance(source, OneRun):
+        parts = run_pictures(source.history)
+        page = run_page(source, parts)
+    else:
+        parts = study_pictures(source)
+        page = study_page(source, parts)
+    return page, [one for pictures in parts.values() for one in pictures]

@@ -11,15 +11,14 @@ from typing import Any
 
 from halfsilver._core import system
 from halfsilver.errors import ConfigError
-from halfsilver.report.plots import COLOURS, INK, new_axes, rendered, style
+from halfsilver.report.looks import ACCENT, Look
+from halfsilver.report.plots import new_axes, rendered, style
 from halfsilver.report.words import figure, short, slug
 
 Json = Mapping[str, Any]
 Paint = Callable[[Any], None]
 Series = Sequence[tuple[float, float]]
 
-LOOKS = {"public": ("--", ""), "cold": ("-.", "o"), "warm": ("-", "s"), "pda": ("-", "^")}
-OTHER = ("-", "o")
 _SIZE = (4.2, 3.1)
 _SCHEDULES = {"lr": "learning rate", "released_norm": "norm of the released gradient"}
 
@@ -76,11 +75,11 @@ def picture(name: str, paint: Paint, *, title: str, caption: str, alt: str, heig
 
 def run_pictures(history: Sequence[Json]) -> dict[str, list[Picture]]:
     """Figures of the metrics, and of what else the run logged, against steps."""
-    made = {
+    drawn = {
         "curves": [_logged(history, name, f"test {name}", label_of(name)) for name in metrics_of_run(history)],
         "schedules": [_logged(history, name, label, label) for name, label in _SCHEDULES.items()],
     }
-    return {part: [one for one in found if one is not None] for part, found in made.items()}
+    return {part: [one for one in some if one is not None] for part, some in drawn.items()}
 
 
 def metrics_of_run(history: Sequence[Json]) -> list[str]:
@@ -96,7 +95,7 @@ def _logged(history: Sequence[Json], name: str, title: str, label: str) -> Pictu
 
     def paint(axes: Any) -> None:
         marks = {} if len(values) <= 40 else {"marker": ""}
-        line(axes, "pda", [(step, value * scale(name)) for step, value in values], title, **marks)
+        line(axes, ACCENT, [(step, value * scale(name)) for step, value in values], title, **marks)
         axes.set(xlabel="private steps", ylabel=label)
         if name in _SCHEDULES:
             axes.set_ylim(0, None)
@@ -112,13 +111,12 @@ def _logged(history: Sequence[Json], name: str, title: str, label: str) -> Pictu
     )
 
 
-def line(axes: Any, method: str, values: Series, label: str, **looks: Any) -> None:
+def line(axes: Any, look: Look, values: Series, label: str, **options: Any) -> None:
     """A line in the colour, dashes and marks of its method."""
     x, y = zip(*values, strict=True)
-    dashes, marker = LOOKS.get(method, OTHER)
+    usual = {"linestyle": look.dashes, "marker": look.marker, "markersize": 4, "linewidth": 1.7}
     every = max(1, len(x) // 6)
-    options = {"linestyle": dashes, "marker": marker, "markersize": 4, "linewidth": 1.7, "markevery": every, **looks}
-    axes.plot(x, y, label=short(label), color=colour_of(method), **options)
+    axes.plot(x, y, label=short(label), color=look.colour, **{**usual, "markevery": every, **options})
 
 
 def series(lines: Iterable[Json], name: str) -> Series:
@@ -139,8 +137,3 @@ def scale(metric: str) -> float:
 def label_of(metric: str) -> str:
     """What is written along its axis."""
     return f"test {short(metric)}, %" if "accuracy" in metric else f"test {short(metric)}"
-
-
-def colour_of(method: str) -> str:
-    """Its own, or that of the text."""
-    return COLOURS.get(method, INK)

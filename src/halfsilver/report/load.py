@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfsilver.errors import ConfigError
+from halfsilver.errors import CheckpointCorrupt, ConfigError, HalfsilverError
 from halfsilver.runs.folder import RunFolder, read_json
+from halfsilver.study.records import Json, Summary, present
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What a run had spent when its statement was written."""
+
+    steps: int = 0
+    epsilon_pld: float | None = None
+    more: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """The parts of a statement.json that a report shows."""
+
+    plan: Json = field(default_factory=dict)
+    epsilon_planned: Mapping[str, float] = field(default_factory=dict)
+    delta: float | None = None
+    unit: str = "example"
+    adjacency: str = ""
+    mechanism: Any = None
+    sampler: Any = None
+    spent_so_far: Spent = field(default_factory=Spent)
+    not_private_because: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+    all_runs_on_this_data: Json = field(default_factory=dict)
+    more: Json = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, record: Json) -> Statement:
+        return cls(**present(cls, record, spent_so_far=lambda spent: Spent(**present(Spent, spent))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +49,12 @@ class OneRun:
     """The files of a run folder that a report needs."""
 
     name: str
-    config: Mapping[str, Any]
-    statement: Mapping[str, Any]
-    history: Sequence[Mapping[str, Any]]
+    config: Json
+    statement: Statement
+    history: Sequence[Json]
 
 
-def load(path: Path) -> Mapping[str, Any] | OneRun:
+def load(path: Path) -> Summary | OneRun:
     """The summary of a study (as far as it has come), or a run; `ConfigError` for anything else."""
     if path.is_file():
         return _summary(path)
@@ -33,20 +66,32 @@ def load(path: Path) -> Mapping[str, Any] | OneRun:
         return summary_of(path)
     run = RunFolder(path)
     if run.config.is_file() and run.statement.is_file():
-        return OneRun(
-            name=path.resolve().name,
-            config=read_json(run.config),
-            statement=read_json(run.statement),
-            history=run.history(),
-        )
+        config, statement = read_json(run.config), read_json(run.statement)
+        with shown(path):
+            typed = Statement.from_json(statement)
+        return OneRun(name=path.resolve().name, config=config, statement=typed, history=run.history())
     raise ConfigError(
         f"Expected path={str(path)!r} to be a study (a folder with study.json, or its summary as a .json file) or the "
         "folder of a run (with config.json and statement.json)."
     )
 
 
-def _summary(path: Path) -> Mapping[str, Any]:
-    found = read_json(path)
-    if "runs" not in found:
+def _summary(path: Path) -> Summary:
+    record = read_json(path)
+    if "runs" not in record:
         raise ConfigError(f"Expected {path} to be the summary of a study, but it has no 'runs'. Name its folder.")
-    return found
+    with shown(path):
+        return Summary.from_json(record)
+
+
+@contextmanager
+def shown(path: Path) -> Iterator[None]:
+    """A value of a kind that a report cannot show is the fault of the files."""
+    try:
+        yield
+    except HalfsilverError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(
+            f"{path} holds values that cannot be shown: {type(error).__name__}: {error}. Restore it from a copy."
+        ) from error

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
-from halfsilver.report.plots import COLOURS, INK
+from halfsilver.report.plots import INK, PALETTE
 
 _VOID = ("meta",)
 
@@ -88,12 +88,12 @@ def inline(svg: str, *, name: str, alt: str) -> Html:
     svg = re.sub(r"<(metadata|style)\b.*?</\1>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     svg = svg.replace("fill: #ffffff", "fill: none").replace(INK, "currentColor")
-    for method, colour in COLOURS.items():
-        svg = svg.replace(colour, f"var(--{method})")
+    for variable, colour in PALETTE.items():
+        svg = svg.replace(colour, f"var(--{variable})")
     return Html(svg.replace("<svg", f'<svg role="img" aria-label="{escape(alt)}"', 1))
 
 
 def _css() -> str:
-    light = "".join(f"--{method}: {colour};" for method, colour in COLOURS.items())
+    light = "".join(f"--{variable}: {colour};" for variable, colour in PALETTE.items())
     own = (files("halfsilver.report") / "page.css").read_text(encoding="utf-8")
     return f":root {{ {light} }}\n{own}"

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from halfsilver.report.figures import Picture
+from halfsilver.report.looks import Look
 from halfsilver.report.page import Html, facts, inline, section, tag, warning
-from halfsilver.report.plots import COLOURS
 from halfsilver.report.words import plain
 
 _UNITS = {"example": "one example (one row of the data)", "user": "one user, with all of their examples"}
@@ -88,8 +88,8 @@ def digits(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, int | float) else plain(value)
 
 
-def named(method: str, below: str = "") -> Html:
+def named(method: str, look: Look, below: str = "") -> Html:
     """A method's name with the colour of its lines, and a line of small print."""
-    colour = f"background: var(--{method})" if method in COLOURS else ""
+    colour = f"background: var(--{look.variable})" if look.variable else ""
     swatch = tag("span", class_="swatch", style=colour, aria_hidden="true")
     return tag("span", swatch, method, *([tag("small", below)] if below else []))

@@ -10,9 +10,21 @@ from typing import Any
 
 from halfsilver.errors import MissingExtra
 from halfsilver.runs.folder import read_json
+from halfsilver.study.method import COLD, PDA, PUBLIC, REGISTERED, WARM, Method
 
-# Told apart by lightness too, so by those who do not see red and green apart, and on paper.
-COLOURS = {"public": "#888888", "cold": "#c0392b", "warm": "#e08e0b", "pda": "#1f6fb2"}
+# By CSS variable, in the order of the methods. The first four are told apart by lightness too, so by those who do not
+# see red and green apart, and on paper.
+PALETTE = {
+    "arm-1": "#888888",
+    "arm-2": "#c0392b",
+    "arm-3": "#e08e0b",
+    "arm-4": "#1f6fb2",
+    "arm-5": "#2e8b57",
+    "arm-6": "#7d4fa8",
+    "arm-7": "#8c5a2b",
+    "arm-8": "#0f8b8d",
+}
+COLOURS = dict(zip(REGISTERED, PALETTE.values(), strict=False))
 INK = "#24292f"
 
 _STYLE: dict[Any, Any] = {
@@ -67,18 +79,20 @@ def linreg_figures(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
     """The paper's two figures (cold and warm; warm and pda), and the gain against the spread of the Hessian."""
     with style():
         return [
-            _against_dimension(rows, ("cold", "warm"), out / "cold-warm.png"),
-            _against_dimension(rows, ("public", "warm", "pda"), out / "warm-pda.png"),
+            _against_dimension(rows, (COLD, WARM), out / "cold-warm.png"),
+            _against_dimension(rows, (PUBLIC, WARM, PDA), out / "warm-pda.png"),
             _gain_against_spread(rows, out, out / "gain-spread.png"),
         ]
 
 
-def _against_dimension(rows: Sequence[Mapping[str, Any]], methods: Sequence[str], path: Path) -> Path:
+def _against_dimension(rows: Sequence[Mapping[str, Any]], methods: Sequence[Method], path: Path) -> Path:
     figure, axes = new_axes()
     for method in methods:
-        own = [r for r in rows if r["method"] == method]
+        own = [r for r in rows if r["method"] == method.name]
         dims, means, widths = ([r[k] for r in own] for k in ("dim", "mean", "ci95"))
-        axes.errorbar(dims, means, widths, label=method, color=COLOURS[method], marker="o", markersize=4, capsize=3)
+        axes.errorbar(
+            dims, means, widths, label=method.name, color=COLOURS[method.name], marker="o", markersize=4, capsize=3
+        )
     axes.axhline(0.01, color="black", linestyle=":", linewidth=1, label="best possible")
     axes.set(xlabel="dimension p", ylabel="population mean squared error", ylim=(0, None))
     axes.legend(frameon=False)
@@ -90,10 +104,10 @@ def _gain_against_spread(rows: Sequence[Mapping[str, Any]], out: Path, path: Pat
     figure, axes = new_axes()
     for dim in sorted({r["dim"] for r in rows}):
         mean = {r["method"]: r["mean"] for r in rows if r["dim"] == dim}
-        eigenvalues = read_json(out / f"p{dim}-search-pda.json")["eigenvalues"]
+        eigenvalues = read_json(out / f"p{dim}-search-{PDA.name}.json")["eigenvalues"]
         spread = eigenvalues["largest"] / eigenvalues["smallest"]
-        gain = (mean["warm"] - mean["pda"]) / (mean["warm"] - 0.01)
-        axes.plot(spread, 100 * gain, "o", color=COLOURS["pda"])
+        gain = (mean[WARM.name] - mean[PDA.name]) / (mean[WARM.name] - 0.01)
+        axes.plot(spread, 100 * gain, "o", color=COLOURS[PDA.name])
         axes.annotate(str(dim), (spread, 100 * gain), textcoords="offset points", xytext=(5, 4), fontsize=8)
     axes.set(xlabel="largest over smallest eigenvalue of the public Hessian", ylabel="excess risk saved by pda, %")
     return saved(figure, path)

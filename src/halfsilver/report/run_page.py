@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from halfsilver.report.figures import Picture, finite, metrics_of_run, series
-from halfsilver.report.load import OneRun
+from halfsilver.report.load import OneRun, Statement
 from halfsilver.report.page import Html, facts, page, section, tag
 from halfsilver.report.parts import digits, gallery, guarantee, ledger_part, stamp_box, stamp_line
 from halfsilver.report.words import figure, flat, plain
@@ -15,40 +14,40 @@ from halfsilver.report.words import figure, flat, plain
 
 def run_page(run: OneRun, pictures: Mapping[str, Sequence[Picture]]) -> Html:
     """Guarantee and outcome first, then statement, curves, ledger and configuration."""
-    stamps = [str(stamp) for stamp in run.statement.get("not_private_because") or ()]
+    stamps = [str(stamp) for stamp in run.statement.not_private_because]
     return page(
         f"Run {run.name} - halfsilver",
         tag("h1", f"Run {run.name}"),
         tag("p", _claim(run.statement), class_="verdict"),
         stamp_line(stamps),
-        *(tag("p", tag("strong", str(remark)), class_="stamped") for remark in run.statement.get("remarks") or ()),
+        *(tag("p", tag("strong", str(remark)), class_="stamped") for remark in run.statement.remarks),
         *(tag("p", words) for words in (_in_words(run.statement), _outcome(run)) if words),
         _statement(run, stamps + _behind(run)),
         section("curves", "Curves", gallery(pictures.get("curves", ()))),
-        ledger_part(run.statement.get("all_runs_on_this_data") or {}),
+        ledger_part(run.statement.all_runs_on_this_data),
         section("schedules", "Learning rate and released gradient", gallery(pictures.get("schedules", ()))),
         _configuration(run),
     )
 
 
-def _claim(statement: Mapping[str, Any]) -> str:
-    epsilon = (statement.get("epsilon_planned") or {}).get("pld")
-    steps = [(statement.get(part) or {}).get("steps") for part in ("plan", "spent_so_far")]
-    private = not statement.get("not_private_because")
-    verb = "is" if private and steps[0] == steps[1] else "was planned to be"
-    claim = f"This run {verb} ({digits(epsilon)}, {plain(statement.get('delta'))})-differentially private."
+def _claim(statement: Statement) -> str:
+    whole = statement.plan.get("steps") == statement.spent_so_far.steps
+    private = not statement.not_private_because
+    verb = "is" if private and whole else "was planned to be"
+    epsilon = digits(statement.epsilon_planned.get("pld"))
+    claim = f"This run {verb} ({epsilon}, {plain(statement.delta)})-differentially private."
     return claim if private else f"{claim} But it is not private: see below."
 
 
-def _in_words(statement: Mapping[str, Any]) -> str:
+def _in_words(statement: Statement) -> str:
     """What the two figures promise, for readers who do not know them; nothing where they do not hold."""
-    epsilon: Any = (statement.get("epsilon_planned") or {}).get("pld")
-    if statement.get("not_private_because") or not finite(epsilon):
+    epsilon = statement.epsilon_planned.get("pld")
+    if statement.not_private_because or epsilon is None or not finite(epsilon):
         return ""
-    factor, unit = digits(math.exp(min(epsilon, 700))), statement.get("unit", "example")
+    factor = digits(math.exp(min(epsilon, 700)))
     return (
-        f"In words: whatever is concluded from the model and this folder, with one {unit} more or less it would be at "
-        f"most {factor} times as likely, apart from a probability of {plain(statement.get('delta'))}."
+        f"In words: whatever is concluded from the model and this folder, with one {statement.unit} more or less it "
+        f"would be at most {factor} times as likely, apart from a probability of {plain(statement.delta)}."
     )
 
 
@@ -60,7 +59,7 @@ def _outcome(run: OneRun) -> str:
 
 def _behind(run: OneRun) -> list[str]:
     """A statement is written at the start and the end of a run, so between them the ledger knows more."""
-    written = (run.statement.get("spent_so_far") or {}).get("steps") or 0
+    written = run.statement.spent_so_far.steps
     logged = max((line.get("step") or 0 for line in run.history), default=0)
     if logged <= written:
         return []
@@ -69,16 +68,14 @@ def _behind(run: OneRun) -> list[str]:
 
 
 def _statement(run: OneRun, stamps: Sequence[str]) -> Html:
-    statement = run.statement
-    spent = statement.get("spent_so_far") or {}
+    statement, spent = run.statement, run.statement.spent_so_far
     used = [
-        ("steps counted so far", plain(spent.get("steps"))),
-        ("epsilon of those", f"{digits(spent.get('epsilon_pld'))} by PLD"),
-        ("mechanism", plain(statement.get("mechanism"))),
-        ("sampler", plain(statement.get("sampler"))),
+        ("steps counted so far", plain(spent.steps)),
+        ("epsilon of those", f"{digits(spent.epsilon_pld)} by PLD"),
+        ("mechanism", plain(statement.mechanism)),
+        ("sampler", plain(statement.sampler)),
     ]
-    plan, epsilon = statement.get("plan") or {}, statement.get("epsilon_planned") or {}
-    figures = guarantee(plan, epsilon, statement.get("delta"), str(statement.get("adjacency", "")))
+    figures = guarantee(statement.plan, statement.epsilon_planned, statement.delta, statement.adjacency)
     return section("privacy", "Privacy statement", stamp_box(stamps), figures, facts(used))
 
 

@@ -8,13 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from halfsilver.study.problem import Setting
+from halfsilver.study.records import Mean
+
 NONE = "-"
-METHODS = {
-    "public": "trained on public data only",
-    "cold": "DP-SGD from random weights",
-    "warm": "DP-SGD from the public model",
-    "pda": "warm, with public gradients as the mirror",
-}
 
 
 def slug(name: str) -> str:
@@ -58,26 +55,25 @@ def figure(value: Any, metric: str = "") -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 100 or value == 0 else f"{value:.4g}"
 
 
-def with_interval(found: Mapping[str, Any], metric: str) -> tuple[str, str]:
+def with_interval(mean: Mean, metric: str) -> tuple[str, str]:
     """The mean and half the width of its interval; no width where one seed gives none.
 
-    >>> with_interval({"mean": 0.67, "low": 0.66, "high": 0.68}, "accuracy"), with_interval({"mean": 1.5}, "loss")
+    >>> with_interval(Mean(mean=0.67, low=0.66, high=0.68), "accuracy"), with_interval(Mean(mean=1.5), "loss")
     (('67.00', '± 1.00 %'), ('1.5000', ''))
     """
-    mean, low, high = (found.get(name) for name in ("mean", "low", "high"))
-    if low is None or high is None or mean is None:
-        return figure(mean, metric), ""
-    half = figure((high - low) / 2, metric)
-    return figure(mean, metric).removesuffix(" %"), f"± {half}"
+    if mean.low is None or mean.high is None or mean.mean is None:
+        return figure(mean.mean, metric), ""
+    half = figure((mean.high - mean.low) / 2, metric)
+    return figure(mean.mean, metric).removesuffix(" %"), f"± {half}"
 
 
-def level(study: Mapping[str, Any]) -> str:
+def level(confidence: float) -> str:
     """That of the verdict's intervals.
 
-    >>> level({"verdict": {"confidence": 0.9}})
+    >>> level(0.9)
     '90 %'
     """
-    return f"{100 * ((study.get('verdict') or {}).get('confidence') or 0.95):g} %"
+    return f"{100 * confidence:g} %"
 
 
 def points(difference: Any, metric: str) -> str:
@@ -112,8 +108,8 @@ def plain(value: Any) -> str:
 def flat(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
     """All entries of a JSON object, those of objects inside it under a longer name.
 
-    >>> list(flat({"a": 1, "grid": {"warm": [0.5, 1.0]}}))
-    [('a', '1'), ('grid warm', '0.5, 1')]
+    >>> list(flat({"a": 1, "grid": {"rates": [0.5, 1.0]}}))
+    [('a', '1'), ('grid rates', '0.5, 1')]
     """
     for name, item in value.items():
         full = f"{above} {name}".strip().replace("_", " ")
@@ -123,13 +119,21 @@ def flat(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]
             yield full, plain(item)
 
 
-def setting(value: Mapping[str, Any] | None) -> str:
+def setting(value: Setting | None) -> str:
     """A point of the grid.
 
-    >>> setting({"lr": 0.5, "alpha_end": 0.9}), setting({"lr": 2.0, "alpha_end": None})
+    >>> setting(Setting(0.5, 0.9)), setting(Setting(2.0))
     ('learning rate 0.5, alpha to 0.9', 'learning rate 2')
     """
-    if not value or value.get("lr") is None:
+    if value is None:
         return NONE
-    alpha = value.get("alpha_end")
-    return f"learning rate {value['lr']:g}" + ("" if alpha is None else f", alpha to {alpha:g}")
+    return f"learning rate {value.lr:g}" + ("" if value.alpha_end is None else f", alpha to {value.alpha_end:g}")
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Names in a sentence.
+
+    >>> one_of(["cold", "warm", "pda"])
+    'cold, warm or pda'
+    """
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

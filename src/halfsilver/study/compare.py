@@ -1,4 +1,4 @@
-"""`compare`: public, cold, warm and pda side by side on your own model and data, and a verdict."""
+"""`compare`: methods side by side on your own model and data, and a verdict."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.study.arena import SEARCH
 from halfsilver.study.jobs import Tell
-from halfsilver.study.problem import METHODS, Augment, Grid, Pretrain, Problem, Recipe
-from halfsilver.study.study import Asked, Study, seeds_for
+from halfsilver.study.method import METHODS, Method, resolve
+from halfsilver.study.problem import Augment, Grid, Pretrain, Problem, Recipe
+from halfsilver.study.records import Summary
+from halfsilver.study.study import Request, Study, seeds_for
 
 DEFAULT_GRID = Grid(cold=(0.25, 1.0, 4.0), warm=(0.1, 0.25, 1.0, 4.0), pda=(0.25, 1.0), alpha_end=(0.8, 0.9, 0.95))
 
@@ -35,7 +37,7 @@ class Comparison:
     def __str__(self) -> str:
         from halfsilver.study.show import as_text
 
-        return as_text(self.summary)
+        return as_text(Summary.from_json(self.summary))
 
 
 def compare(
@@ -54,7 +56,7 @@ def compare(
     recipe: Recipe | None = None,
     metrics: Mapping[str, LossFn] | None = None,
     seeds: int = 3,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[Method | str] = METHODS,
     search: Literal["public", "paper"] = "public",
     validation: Any = None,
     curve: Any = None,
@@ -62,7 +64,7 @@ def compare(
     augment: Augment | None = None,
     tell: Tell | None = None,
 ) -> Comparison:
-    """Train the four methods on your model and data at one epsilon, and say what private data and mirror add.
+    """Train several methods on your model and data at one epsilon, and say what private data and mirror add.
 
     `make_model` returns a new model with random weights, `loss_fn(model, batch)` one loss per example, as does each of
     `metrics`. `test` must be public; `curve` are the rows of it on which curves are drawn, where all would take too
@@ -70,6 +72,9 @@ def compare(
     sampling rate; it is never counted. `batch_size` and `epochs` are enough for a start; a `recipe` in their place says
     everything about training. All files go to the folder `out`, and a call with the same arguments goes on with what
     lies there.
+
+    `methods` are `Method` values, or names of registered ones; by default public, cold, warm and pda. A method of your
+    own has its row in the table, and with `against` its sentences in the verdict.
 
     Learning rates and alpha are searched for each method on its own. A public search touches no private record: it
     splits the public ones into mirror, stand-ins for the private ones, and rows to score on. A paper search trains on
@@ -92,17 +97,19 @@ def compare(
         curve=curve,
         augment=augment,
     )
-    asked = Asked(
+    arms = resolve(methods)
+    request = Request(
         task="custom",
         recipe=recipe,
         epsilon=epsilon,
         delta=delta,
-        seeds=seeds_for(methods, seeds),
+        methods=arms,
+        seeds=seeds_for(arms, seeds),
         search=SEARCH[search],
     )
     data_ledger = None if ledger is None else Path(ledger)
-    study = Study(folder=Path(out), asked=asked, source=lambda: problem, data_ledger=data_ledger)
-    return Comparison(Path(out), study.go(tell=tell or (lambda text: None)))
+    study = Study(folder=Path(out), request=request, source=lambda: problem, data_ledger=data_ledger)
+    return Comparison(Path(out), study.go(tell=tell or (lambda text: None)).to_json())
 
 
 def _recipe(recipe: Recipe | None, batch_size: int | None, epochs: float | None) -> Recipe:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from halfsilver._core import system
 from halfsilver.errors import require
 
-Job = TypeVar("Job")
+Work = TypeVar("Work")
 Tell = Callable[[str], None]
 Pool = ProcessPoolExecutor | None  # None: no further process
 
@@ -38,14 +38,14 @@ def _prepare(parent: int) -> None:
     torch.set_num_threads(1)
 
 
-def do_all(pool: Pool, execute: Callable[[Job], str], jobs: Sequence[Job], tell: Tell) -> None:
+def do_all(pool: Pool, execute: Callable[[Work], str], jobs: Sequence[Work], tell: Tell) -> None:
     """Run all jobs, in this order as far as there are workers; the first error ends it."""
     started = time.monotonic()
     for done, text in enumerate(_finished(pool, execute, jobs), 1):
         tell(f"{text} ({done} of {len(jobs)}, {time.monotonic() - started:.0f} s)")
 
 
-def _finished(pool: Pool, execute: Callable[[Job], str], jobs: Sequence[Job]) -> Iterable[str]:
+def _finished(pool: Pool, execute: Callable[[Work], str], jobs: Sequence[Work]) -> Iterable[str]:
     if pool is None:
         yield from (execute(job) for job in jobs)
         return

@@ -4,39 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from halfsilver.study.method import BEST_PRIVATE, Arm, pairs_of, private_candidates, without_private
+from halfsilver.study.records import Difference, Mean, Result
+
 Values = dict[str, dict[int, float]]  # method -> seed -> one metric; runs that diverged are not in it
 Diverged = dict[str, list[int]]  # method -> seeds
-
-PRIVATE, START, MIRROR = "private - public", "warm - cold", "pda - warm"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Mean of `method` minus `baseline` over the `n` seeds that both have, with its interval.
-
-    `within_noise` is False only where an interval exists, excludes 0, and no pair was lost to a run that diverged.
-    `relative` is the mean in shares of `baseline_mean`, where that is above 0. `level` is that of the interval itself:
-    higher than asked for where `method` was picked as the better of two, so that it covers as often as asked for.
-    """
-
-    name: str
-    metric: str
-    method: str
-    baseline: str
-    mean: float
-    low: float | None
-    high: float | None
-    n: int
-    within_noise: bool
-    relative: float | None
-    baseline_mean: float
-    level: float
-    lost: list[str]
 
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -57,50 +32,65 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float
         return float(np.mean(values) - half), float(np.mean(values) + half)
 
 
-def metrics(runs: Iterable[Mapping[str, Any]]) -> list[str]:
+def metrics(runs: Iterable[Result]) -> list[str]:
     """Names of the final figures; loss first, for it is what was trained."""
-    return sorted({k for r in runs for k in r["final"]}, key=lambda k: (k != "loss", k))
+    return sorted({name for run in runs for name in run.final}, key=lambda name: (name != "loss", name))
 
 
-def diverged(runs: Iterable[Mapping[str, Any]]) -> Diverged:
+def diverged(runs: Iterable[Result]) -> Diverged:
     """Seeds of the runs that end with a figure that is not a finite number."""
-    found: Diverged = {}
+    seeds: Diverged = {}
     for run in runs:
-        if not all(value is not None and math.isfinite(value) for value in run["final"].values()):
-            found.setdefault(run["method"], []).append(run["seed"])
-    return {method: sorted(seeds) for method, seeds in found.items()}
+        if not all(value is not None and math.isfinite(value) for value in run.final.values()):
+            seeds.setdefault(run.method, []).append(run.seed)
+    return {method: sorted(own) for method, own in seeds.items()}
 
 
-def by_method(runs: Iterable[Mapping[str, Any]], metric: str, lost: Diverged) -> Values:
+def by_method(runs: Iterable[Result], metric: str, lost: Diverged) -> Values:
     """One final figure of every run that did not diverge."""
-    found: Values = {}
+    values: Values = {}
     for run in runs:
-        if metric in run["final"] and run["seed"] not in lost.get(run["method"], ()):
-            found.setdefault(run["method"], {})[run["seed"]] = float(run["final"][metric])
-    return found
+        value = run.final.get(metric)
+        if value is not None and run.seed not in lost.get(run.method, ()):
+            values.setdefault(run.method, {})[run.seed] = float(value)
+    return values
 
 
-def mean_with_interval(by_seed: Mapping[int, float], confidence: float) -> dict[str, Any]:
+def mean_with_interval(by_seed: Mapping[int, float], confidence: float) -> Mean:
     """Mean over seeds, its interval (None below two seeds that differ) and n."""
     values = list(by_seed.values())
     low, high = t_interval(values, confidence) or (None, None)
-    return {"mean": _mean(values) if values else None, "low": low, "high": high, "n": len(values)}
+    return Mean(mean=_mean(values) if values else None, low=low, high=high, n=len(values))
 
 
-def differences(values: Mapping[str, Values], lost: Diverged, confidence: float) -> Iterator[Difference]:
+def finished_candidates(arms: Sequence[Arm], values: Mapping[str, Values]) -> list[str]:
+    """The methods among which the best private one is picked, the last of the tables first."""
+    losses = values.get("loss", {})
+    return [arm.name for arm in reversed(private_candidates([arm for arm in arms if losses.get(arm.name)]))]
+
+
+def differences(
+    arms: Sequence[Arm], values: Mapping[str, Values], lost: Diverged, confidence: float
+) -> Iterator[Difference]:
     """Every comparison and metric for which some seed has both sides.
 
-    What private data add is shown by warm or pda, whichever has the lower loss, or by cold if it is alone. Picking the
-    better one and then testing it would be too kind, so its interval is that which holds for both at once (Bonferroni).
+    What private data add is shown by the method from the public start with the lowest loss, or by one from random
+    weights where there is no other. Picking the best one and then testing it would be too kind, so its interval is that
+    which holds for all candidates at once (Bonferroni).
     """
-    finished = [m for m in ("pda", "warm", "cold") if values.get("loss", {}).get(m)]
-    candidates = [m for m in finished if m != "cold"] or finished
+    candidates, public = finished_candidates(arms, values), without_private(arms)
     for metric, own in values.items():
-        if candidates:
-            best = min(candidates, key=lambda m: _rank(values["loss"], m, candidates, lost))
-            yield from _paired(PRIVATE, metric, best, "public", own, lost, 1 - (1 - confidence) / len(candidates))
-        yield from _paired(START, metric, "warm", "cold", own, lost, confidence)
-        yield from _paired(MIRROR, metric, "pda", "warm", own, lost, confidence)
+        if candidates and public is not None:
+            best = min(candidates, key=lambda name: _rank(values["loss"], name, candidates, lost))
+            level = 1 - (1 - confidence) / len(candidates)
+            yield from _paired(private_pair(public), metric, best, public.name, own, lost, level)
+        for arm, baseline in pairs_of(arms):
+            yield from _paired(arm.pair, metric, arm.name, baseline.name, own, lost, confidence)
+
+
+def private_pair(public: Arm) -> str:
+    """The name of the difference between the best private method and public data alone."""
+    return f"{BEST_PRIVATE} - {public.name}"
 
 
 def _rank(losses: Values, method: str, candidates: Sequence[str], lost: Diverged) -> tuple[int, float]:

@@ -13,7 +13,6 @@ from halfsilver._core.tensors import Batch, LossFn
 from halfsilver.errors import ConfigError, require
 from halfsilver.privacy.recognise import shares_rows
 
-METHODS = ("public", "cold", "warm", "pda")
 Augment = Callable[[Batch], Batch]
 
 _BETTER = {"accuracy": 1, "loss": -1, "error": -1, "perplexity": -1}  # by a part of the metric's name

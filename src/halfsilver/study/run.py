@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from halfsilver._core import system
 from halfsilver._core.tensors import eval_mode, trainable
 from halfsilver.errors import ConfigError
-from halfsilver.mirror import Bregman, Clock, Euclidean, FirstOrder, MirrorMap, chain, clip_released, cosine
+from halfsilver.mirror import Clock, MirrorMap, chain, clip_released, cosine
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.schedules import falling
 from halfsilver.privacy.ledger import Ledger
@@ -24,7 +24,9 @@ from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs import checkpoint
 from halfsilver.runs.folder import RunFolder, read_json, write_json
 from halfsilver.study.arena import Arena
+from halfsilver.study.method import Conditions, Method
 from halfsilver.study.problem import Problem, Recipe, Setting
+from halfsilver.study.records import Result
 from halfsilver.study.sides import private_side, public_loss_fn, public_side
 from halfsilver.study.start import load_start, new_model, precision
 from halfsilver.trainer import RunResult, Trainer
@@ -35,10 +37,10 @@ _CHECKPOINT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What is to be run, and where its files are."""
+class Job:
+    """One run to be done, and where its files are."""
 
-    method: str
+    method: Method
     seed: int
     setting: Setting
     folder: Path
@@ -52,10 +54,10 @@ class Run:
 
 
 def run(
-    arena: Arena, recipe: Recipe, job: Run, *, curve_points: int = CURVE_POINTS, progress: bool | None = False
+    arena: Arena, recipe: Recipe, job: Job, *, curve_points: int = CURVE_POINTS, progress: bool | None = False
 ) -> None:
     """Train and evaluate, going on where an earlier process stopped; afterwards `job.result` exists."""
-    if job.method == "cold" and recipe.cold_max_grad_norm is not None:
+    if job.method.start == "random" and recipe.cold_max_grad_norm is not None:
         arena = replace(arena, plan=replace(arena.plan, max_grad_norm=recipe.cold_max_grad_norm))
     if job.result.exists():
         return _require_same(job, arena.plan)
@@ -64,14 +66,14 @@ def run(
     started = time.monotonic()
     problem = arena.problem
     model = new_model(problem, job.seed)
-    if job.method != "cold":
+    if job.method.start == "public":
         load_start(model, job.start)
     trainer = make_trainer(model, problem, recipe, job, arena.plan)
     trainer.progress = progress
     curve_rows = problem.test if problem.curve is None else problem.curve
-    result = None
-    if job.method != "public":
-        result = trainer.fit(
+    outcome = None
+    if job.method.trains:
+        outcome = trainer.fit(
             private_side(problem, recipe),
             public_side(model, problem, recipe),
             run_dir=job.folder,
@@ -80,26 +82,32 @@ def run(
             test=curve_rows if curve_points else None,
             test_every=max(1, arena.plan.steps // max(1, curve_points)),
         )
-    record = _record(job, arena.plan, result, model, problem)
-    lines = result.history if result else [{"step": 0, **trainer.evaluate(curve_rows)}]
-    record["curve"] = _curve(lines) if curve_points else []
-    job.folder.mkdir(parents=True, exist_ok=True)
-    write_json(job.result, {**record, "seconds": time.monotonic() - started})
+    final = _score(job, model, problem)
+    lines = outcome.history if outcome else [{"step": 0, **trainer.evaluate(curve_rows)}]
+    curve = _curve(lines) if curve_points else []
+    result = _public_result(job) if outcome is None else _private_result(job, arena.plan, outcome)
+    result = replace(result, final=final, curve=curve, seconds=time.monotonic() - started)
+    write_json(job.result, result.to_json())
 
 
-def _require_same(job: Run, plan: PrivacyPlan) -> None:
-    found = read_json(job.result)
-    asked = {"method": job.method, "seed": job.seed, "delta": job.delta}
-    asked |= {"setting": asdict(job.setting), "plan": plan.to_dict()} if job.method != "public" else {}
-    for name, value in asked.items():
-        if found.get(name) != value:
+def _require_same(job: Job, plan: PrivacyPlan) -> None:
+    before = Result.from_json(read_json(job.result))
+    same: dict[str, tuple[Any, Any]] = {
+        "method": (before.method, job.method.name),
+        "seed": (before.seed, job.seed),
+        "delta": (before.delta, job.delta),
+    }
+    if job.method.trains:
+        same |= {"setting": (before.setting, job.setting), "plan": (before.plan, plan.to_dict())}
+    for name, (was, now) in same.items():
+        if was != now:
             raise ConfigError(
-                f"Expected {name} of the finished run in {job.folder} to be {value!r}, found {found.get(name)!r}. Use "
-                "another folder for another run."
+                f"Expected {name} of the finished run in {job.folder} to be {now!r}, found {was!r}. Use another folder "
+                "for another run."
             )
 
 
-def _hopeless(job: Run, arena: Arena) -> bool:
+def _hopeless(job: Job, arena: Arena) -> bool:
     """Whether a run that was killed has lost more steps than its plan has to spare, so that it must begin again.
 
     Where no row is private, beginning again is better than a run that is short of a few steps.
@@ -115,8 +123,8 @@ def _hopeless(job: Run, arena: Arena) -> bool:
     return bool(spent - kept > arena.plan.spare_steps)
 
 
-def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Run, plan: PrivacyPlan) -> Trainer:
-    """The one difference between the methods is the mirror, and where they start."""
+def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Job, plan: PrivacyPlan) -> Trainer:
+    """The methods differ in their mirror, and in where they start."""
     sgd = torch.optim.SGD(trainable(model), lr=job.setting.lr)
     steps = plan.steps
     return Trainer(
@@ -135,37 +143,40 @@ def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Run, p
     )
 
 
-def mirror_of(recipe: Recipe, job: Run, plan: PrivacyPlan) -> MirrorMap:
-    mirror: MirrorMap = Euclidean()
-    if job.method == "pda" and recipe.damping is not None:
-        mirror = Bregman(damping=recipe.damping)
-    elif job.method == "pda":
-        mirror = FirstOrder(cosine(end=job.setting.alpha_end), public_max_norm=recipe.public_max_norm)
+def mirror_of(recipe: Recipe, job: Job, plan: PrivacyPlan) -> MirrorMap:
+    """The map of the method at this setting, after the second clip if the recipe has one."""
+    mirror = job.method.mirror_at(Conditions(setting=job.setting, recipe=recipe))
     return chain(clip_released(plan.max_grad_norm), mirror) if recipe.clip_released else mirror
 
 
-def _record(
-    job: Run, plan: PrivacyPlan, result: RunResult | None, model: nn.Module, problem: Problem
-) -> dict[str, Any]:
+def _score(job: Job, model: nn.Module, problem: Problem) -> dict[str, float | None]:
+    """The mean of each metric on the test rows; the values of all rows go to a file."""
     metrics = {"loss": problem.loss_fn, **problem.metrics}
     values = {name: per_example(model, fn, problem.test) for name, fn in metrics.items()}
     job.folder.mkdir(parents=True, exist_ok=True)
     # Of public or set-aside rows: what a choice between settings is paired over.
     system.write_atomically(job.folder / "scored.safetensors", save({name: v.float() for name, v in values.items()}))
-    epsilon = {"pld": 0.0, "rdp": 0.0} if result is None else dict(result.statement["epsilon_planned"])
-    return {
-        "method": job.method,
-        "seed": job.seed,
-        "setting": asdict(job.setting) if result else None,
-        "epsilon": epsilon,
-        "delta": job.delta,
-        "noise_multiplier": plan.noise_multiplier if result else None,
-        "steps": result.updates if result else 0,
-        "plan": plan.to_dict() if result else None,
-        "final": {name: _mean(v) for name, v in values.items()},
-        "trace": _trace(job, plan, result.history) if result else [],
-        "stamps": _stamps(result, plan) if result else [],
-    }
+    return {name: _mean(v) for name, v in values.items()}
+
+
+def _public_result(job: Job) -> Result:
+    """Of a method without a private step."""
+    return Result(method=job.method.name, seed=job.seed, epsilon={"pld": 0.0, "rdp": 0.0}, delta=job.delta)
+
+
+def _private_result(job: Job, plan: PrivacyPlan, outcome: RunResult) -> Result:
+    return Result(
+        method=job.method.name,
+        seed=job.seed,
+        setting=job.setting,
+        epsilon=dict(outcome.statement["epsilon_planned"]),
+        delta=job.delta,
+        noise_multiplier=plan.noise_multiplier,
+        steps=outcome.updates,
+        plan=plan.to_dict(),
+        trace=_trace(job, plan, outcome.history),
+        stamps=_stamps(outcome, plan),
+    )
 
 
 def _stamps(result: RunResult, plan: PrivacyPlan) -> list[str]:
@@ -188,7 +199,7 @@ def per_example(model: nn.Module, fn: Any, data: Any) -> Tensor:
         return torch.cat([fn(model, rows.batch(piece, device)).cpu() for piece in pieces])
 
 
-def _trace(job: Run, plan: PrivacyPlan, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _trace(job: Job, plan: PrivacyPlan, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Learning rate, alpha and norm of the released gradient over the run."""
     alpha = cosine(end=1.0 if job.setting.alpha_end is None else job.setting.alpha_end)
     lines = [line for line in history if "released_norm" in line]

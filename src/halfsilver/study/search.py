@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from halfsilver.runs.folder import read_json
+from halfsilver.study.method import METHODS, Arm, Method, pairs_of
 from halfsilver.study.problem import Grid, Setting, better
+from halfsilver.study.records import Choice, Result, Trial
 
-SEARCHED = ("cold", "warm", "pda")
 _WIDENED_AT_MOST = 2  # times, and for each method
 
 
-def first_settings(grid: Grid, method: str) -> list[Setting]:
-    """The grid as the recipe gives it."""
-    if method == "pda":
-        return [Setting(lr, alpha) for alpha in grid.alpha_end or (None,) for lr in grid.pda]
-    return [Setting(lr) for lr in getattr(grid, method)]
-
-
-def settings_wanted(grid: Grid, method: str, costs: Mapping[Setting, float], widen: bool) -> list[Setting]:
+def settings_wanted(grid: Grid, method: Method, costs: Mapping[Setting, float], widen: bool) -> list[Setting]:
     """All settings to try, given the costs so far: the grid, and neighbours of a best point that lies at its edge.
 
     A point is widened around at most twice, so that a cost that falls for ever cannot make the search endless.
     """
-    wanted = first_settings(grid, method)
+    wanted = method.settings_in(grid)
     if not widen:
         return wanted
     for _ in range(_WIDENED_AT_MOST):
@@ -73,16 +66,16 @@ def _rounded(value: float) -> float:
 
 def costs_of(folder: Path, settings: Sequence[Setting], score: str = "loss") -> dict[Setting, float]:
     """The score of each setting whose run is finished, turned so that less is better; infinite where it diverged."""
-    found = {}
-    for setting in settings:
-        result = folder / setting.label / "result.json"
-        if result.exists():
-            final = read_json(result)["final"]
-            found[setting] = math.inf if None in final.values() else -better(score) * final[score]
-    return found
+    finished = [setting for setting in settings if _result_file(folder, setting).exists()]
+    return {setting: _cost(_final(folder, setting), score) for setting in finished}
 
 
-def choose(folder: Path, settings: Sequence[Setting], score: str = "loss") -> dict[str, Any]:
+def _cost(final: Mapping[str, float | None], score: str) -> float:
+    value = final[score]
+    return math.inf if value is None or None in final.values() else -better(score) * value
+
+
+def choose(folder: Path, settings: Sequence[Setting], score: str = "loss") -> Choice:
     """The best setting by `score`, with what was tried and how sure the choice is.
 
     `difference` says by how much it is ahead of the runner-up. Its standard error is paired over the scored rows: it
@@ -91,37 +84,39 @@ def choose(folder: Path, settings: Sequence[Setting], score: str = "loss") -> di
     costs = costs_of(folder, settings, score)
     ranked = sorted(costs, key=lambda s: costs[s])
     best = ranked[0]
-    choice: dict[str, Any] = {
-        "setting": asdict(best),
-        "score": score,
-        "tried": [{"setting": asdict(s), **read_json(folder / s.label / "result.json")["final"]} for s in settings],
-        "at_edge": bool(neighbours(best, settings)),
-    }
-    if len(ranked) > 1 and math.isfinite(costs[ranked[1]]):  # a run that diverged has no scores
-        ahead = better(score) * (_scored(folder, best, score) - _scored(folder, ranked[1], score))
-        choice["runner_up"] = asdict(ranked[1])
-        choice["difference"] = float(ahead.mean())
-        choice["standard_error"] = float(ahead.std() / len(ahead) ** 0.5)
-    return choice
-
-
-def broken_start(choices: Mapping[str, Mapping[str, Any]]) -> str:
-    """A remark where the search saw the public start lose against random weights; else nothing."""
-    if not {"cold", "warm"} <= set(choices):
-        return ""
-    score = choices["warm"]["score"]
-    cold, warm = (_of_chosen(choices[method])[score] for method in ("cold", "warm"))
-    if None in (cold, warm) or better(score) * (warm - cold) >= 0:
-        return ""
-    return (
-        f"In the search warm is behind cold ({score} {warm:.4g} against {cold:.4g}): the public start is worse than "
-        "random weights. Mend pretraining before you trust this study."
+    choice = Choice(
+        setting=best,
+        score=score,
+        tried=[Trial(setting=s, figures=_final(folder, s)) for s in settings],
+        at_edge=bool(neighbours(best, settings)),
     )
+    if len(ranked) < 2 or not math.isfinite(costs[ranked[1]]):  # a run that diverged has no scores
+        return choice
+    ahead = better(score) * (_scored(folder, best, score) - _scored(folder, ranked[1], score))
+    error = float(ahead.std() / len(ahead) ** 0.5)
+    return replace(choice, runner_up=ranked[1], difference=float(ahead.mean()), standard_error=error)
 
 
-def _of_chosen(choice: Mapping[str, Any]) -> Mapping[str, Any]:
-    (found,) = (tried for tried in choice["tried"] if tried["setting"] == choice["setting"])
-    return found  # type: ignore[no-any-return]
+def broken_start(choices: Mapping[str, Choice], arms: Sequence[Arm] = METHODS) -> str:
+    """A remark where the search saw the public start lose against random weights; else nothing."""
+    for arm, baseline in pairs_of([arm for arm in arms if arm.name in choices]):
+        score = choices[arm.name].score
+        own, other = (choices[one.name].chosen.figures[score] for one in (arm, baseline))
+        if arm.start == baseline.start or own is None or other is None or better(score) * (own - other) >= 0:
+            continue
+        return (
+            f"In the search {arm.name} is behind {baseline.name} ({score} {own:.4g} against {other:.4g}): the public "
+            "start is worse than random weights. Mend pretraining before you trust this study."
+        )
+    return ""
+
+
+def _result_file(folder: Path, setting: Setting) -> Path:
+    return folder / setting.label / "result.json"
+
+
+def _final(folder: Path, setting: Setting) -> Mapping[str, float | None]:
+    return Result.from_json(read_json(_result_file(folder, setting))).final
 
 
 def _scored(folder: Path, setting: Setting, score: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs.folder import read_json
 from halfsilver.runs.statement import total_now
 from halfsilver.study.arena import SearchMode
-from halfsilver.study.problem import METHODS
+from halfsilver.study.records import Choice, Result, StudyRecord, Summary
 from halfsilver.study.verdict import verdict
 
 STAMPS: Mapping[SearchMode, str] = {
@@ -23,31 +24,34 @@ STAMPS: Mapping[SearchMode, str] = {
 }
 
 
-def summary_of(folder: Path, ledger: Path | None = None) -> dict[str, Any]:
+def summary_of(folder: Path, ledger: Path | None = None) -> Summary:
     """The summary of the study in `folder`, finished or not."""
-    about = read_json(folder / "study.json")
-    methods = [m for m in METHODS if m in about["seeds"]]
-    jobs = [(m, seed) for m in methods for seed in range(about["seeds"][m])]
-    files = [folder / "runs" / f"{m}-seed-{seed}" / "result.json" for m, seed in jobs]
-    runs = [read_json(file) for file in files if file.exists()]
-    choices = {m: folder / "search" / m / "choice.json" for m in methods}
-    own = {
-        STAMPS[about["search"]]: True,
-        "quick: too short to publish": about["quick"],
-        "not finished: some runs of this study are still missing": len(runs) < len(jobs),
-    }
-    theirs = [*about["problem"].get("stamps", []), *(s for r in runs for s in r["stamps"])]
-    given = PrivacyPlan.from_dict(about["plan"]).epsilon(about["delta"]) if about["epsilon"] is None else None
-    return {
-        **about,
-        "epsilon": about["epsilon"] if given is None else given,
-        "steps": about["plan"]["steps"],
-        "choices": {m: read_json(path) for m, path in choices.items() if path.exists()},
-        "runs": runs,
-        "ledger": ledger_totals(ledger or folder / "ledger.jsonl", about["delta"]),
-        "verdict": verdict(runs),
-        "stamps": sorted({s for s in (*(text for text, holds in own.items() if holds), *theirs) if s}),
-    }
+    record = read_json(folder / "study.json")
+    study = StudyRecord.from_json(record)
+    delta: float = record["delta"]
+    arms = study.all_arms()
+    jobs = [(arm.name, seed) for arm in arms for seed in range(study.seeds[arm.name])]
+    files = [folder / "runs" / f"{name}-seed-{seed}" / "result.json" for name, seed in jobs]
+    runs = [Result.from_json(read_json(file)) for file in files if file.exists()]
+    choices = {arm.name: folder / "search" / arm.name / "choice.json" for arm in arms}
+    stamps = [
+        STAMPS[record["search"]],
+        "quick: too short to publish" if study.quick else "",
+        "not finished: some runs of this study are still missing" if len(runs) < len(jobs) else "",
+        *study.problem.get("stamps", ()),
+        *(stamp for run in runs for stamp in run.stamps),
+    ]
+    if study.epsilon is None:  # the recipe gives the noise
+        study = replace(study, epsilon=PrivacyPlan.from_dict(dict(study.plan)).epsilon(delta))
+    return Summary(
+        study=study,
+        steps=study.plan["steps"],
+        choices={name: Choice.from_json(read_json(path)) for name, path in choices.items() if path.exists()},
+        runs=runs,
+        ledger=ledger_totals(ledger or folder / "ledger.jsonl", delta),
+        verdict=verdict(runs, arms),
+        stamps=sorted({stamp for stamp in stamps if stamp}),
+    )
 
 
 def ledger_totals(path: Path, delta: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from halfsilver.errors import ConfigError, require
 from halfsilver.runs.folder import read_json
 from halfsilver.study.arena import SEARCH, Arena, make_plan
 from halfsilver.study.jobs import Tell
-from halfsilver.study.problem import METHODS, Grid, Recipe, Setting
-from halfsilver.study.run import CURVE_POINTS, Run, run
+from halfsilver.study.method import METHODS, Method, registered, resolve
+from halfsilver.study.problem import Grid, Recipe
+from halfsilver.study.run import CURVE_POINTS, Job, run
 from halfsilver.study.start import make_start
-from halfsilver.study.study import Asked, Study, seeds_for
+from halfsilver.study.study import Request, Study, seeds_for
 from halfsilver.tasks import TASKS
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
@@ -31,33 +33,36 @@ def study_of_task(
     delta: float | None = None,
     seeds: int = 3,
     cold_seeds: int | None = None,
+    methods: Sequence[Method | str] = METHODS,
     search: str = "public",
     quick: bool = False,
     out: Path | None = None,
 ) -> Study:
     """The study of a task as the command line asks for it."""
     require(search in SEARCH, "search", search, f"in {tuple(SEARCH)}")
-    made, more = _recipe(task, recipe, quick)
-    epsilon = _epsilon(made, epsilon, more)
-    options = _options(made, more, set_aside=search == "paper")
+    training, more = _recipe(task, recipe, quick)
+    epsilon = _epsilon(training, epsilon, more)
+    options = _options(training, more, set_aside=search == "paper")
     name = f"{task}-eps{epsilon:g}-{recipe}{'-quick' if quick else ''}" if epsilon else f"{task}-{recipe}"
-    asked = Asked(
+    arms = resolve(methods)
+    request = Request(
         task=task,
-        recipe=made,
+        recipe=training,
         epsilon=epsilon,
         delta=_delta(delta, more),
-        seeds=seeds_for(METHODS, seeds, cold_seeds),
+        methods=arms,
+        seeds=seeds_for(arms, seeds, cold_seeds),
         search=SEARCH[search],
         quick=quick,
         options=options,
     )
-    return Study(folder=out or Path("studies") / name, asked=asked, source=TaskSource.of(task, data, options))
+    return Study(folder=out or Path("studies") / name, request=request, source=TaskSource.of(task, data, options))
 
 
 def run_of_task(
     name: str,
     *,
-    method: str,
+    method: Method | str,
     data: Path,
     epsilon: float | None,
     delta: float | None,
@@ -70,6 +75,7 @@ def run_of_task(
     rounds: int | None = None,
 ) -> dict[str, Any]:
     """One run at a given setting, without a search; the result record, with the folder it is in."""
+    method = registered(method) if isinstance(method, str) else method
     task, _, recipe_name = name.partition("-")
     recipe, more = _recipe(task, recipe_name or "workstation", quick)
     if rounds is not None:
@@ -79,18 +85,18 @@ def run_of_task(
     problem = TaskSource.of(task, data, options)()
     own_delta = _delta(delta, more)
     plan = make_plan(recipe, problem.population, _epsilon(recipe, epsilon, more), own_delta)
-    folder = out or Path("runs") / f"{name}-{method}{'-quick' if quick else ''}-seed-{seed}"
-    job = Run(
+    folder = out or Path("runs") / f"{name}-{method.name}{'-quick' if quick else ''}-seed-{seed}"
+    job = Job(
         method=method,
         seed=seed,
-        setting=_setting(recipe.grid, method, rate, alpha_end),
+        setting=method.middle_of(recipe.grid, rate, alpha_end),
         folder=folder,
         start=folder / "start.safetensors",
         ledger=folder / "ledger.jsonl",
         delta=own_delta,
     )
-    tell(f"{method} at {job.setting.label}, noise multiplier {plan.noise_multiplier:.4g}, {plan.steps} steps")
-    if method != "cold":
+    tell(f"{method.name} at {job.setting.label}, noise multiplier {plan.noise_multiplier:.4g}, {plan.steps} steps")
+    if method.start == "public":
         make_start(problem, recipe, seed, job.start)
     points = QUICK_POINTS if quick else CURVE_POINTS
     run(Arena(problem=problem, plan=plan, spends=True), recipe, job, curve_points=points, progress=None)
@@ -129,11 +135,3 @@ def _epsilon(recipe: Recipe, asked: float | None, more: dict[str, Any]) -> float
 
 def _delta(delta: float | None, more: dict[str, Any]) -> float:
     return float(more.get("delta", DEFAULT_DELTA)) if delta is None else delta
-
-
-def _setting(grid: Grid, method: str, rate: float | None, alpha_end: float | None) -> Setting:
-    rates = getattr(grid, method if method != "public" else "warm")
-    rate = rates[len(rates) // 2] if rate is None else rate
-    if method != "pda":
-        return Setting(rate)
-    return Setting(rate, grid.middle_end if alpha_end is None else alpha_end)

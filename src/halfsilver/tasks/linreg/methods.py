@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.study.method import NAMES, registered
 from halfsilver.tasks.linreg.data import ROW_NORM, Problem, gram, risk
 
 EPSILON, DELTA = 1.0, 1e-5
-METHODS = ("public", "cold", "warm", "pda")
+METHODS = NAMES
 _DAMPING = 1e-3  # times the mean eigenvalue: every row has the same two block sums, so that H has rank p - 1
 
 
@@ -84,7 +85,8 @@ def run(prepared: Prepared, method: str, points: Sequence[Point], seed: int) -> 
     """Population risk of the last and of the averaged iterate of `method` at each point; columns share one loop."""
     points = sorted(points, reverse=True)  # longest first, so that the columns still running are always the first ones
     generator = torch.Generator().manual_seed(seed)
-    start = torch.zeros(prepared.problem.dim) if method == "cold" else prepared.public_model
+    random = registered(method).start == "random"
+    start = torch.zeros(prepared.problem.dim) if random else prepared.public_model
     last = start.float()[:, None].repeat(1, len(points))
     total = torch.zeros_like(last)
     for step in range(points[0].steps):
@@ -105,5 +107,5 @@ def update(prepared: Prepared, method: str, points: Sequence[Point], theta: Tens
     residual *= (clip / (residual.abs() * ROW_NORM).clamp_min(1e-20)).clamp_max(1.0)
     gradient = prepared.transposed @ residual
     gradient += torch.randn(gradient.shape, generator=generator) * (sigma * clip)
-    direction = prepared.inverse @ gradient if method == "pda" else gradient
+    direction = prepared.inverse @ gradient if registered(method).has_mirror else gradient
     theta -= direction * (lr / (n * prepared.curvature))

@@ -18,15 +18,16 @@ import numpy as np
 import torch
 
 from halfsilver.runs.folder import read_json, write_json
+from halfsilver.study.method import COLD, PDA, PUBLIC, WARM, registered
 from halfsilver.tasks.linreg.data import make_problem, risk
 from halfsilver.tasks.linreg.methods import METHODS, Point, Prepared, run
 
 DIMS = tuple(range(500, 6001, 500))
-SEARCHED = METHODS[1:]
+SEARCHED = tuple(name for name in METHODS if registered(name).trains)
 
 _SEARCH_SEEDS = (10_000, 10_001)
-_STEPS = {"cold": (80, 160, 320), "warm": (80, 160, 320), "pda": (20, 40, 80, 160, 320)}
-_START = {"cold": (1.25e-3, 2e-3), "warm": (1e-3, 5e-3), "pda": (2.5e-3, 2.5e-3)}  # reach, clip
+_STEPS = {COLD.name: (80, 160, 320), WARM.name: (80, 160, 320), PDA.name: (20, 40, 80, 160, 320)}
+_START = {COLD.name: (1.25e-3, 2e-3), WARM.name: (1e-3, 5e-3), PDA.name: (2.5e-3, 2.5e-3)}  # reach, clip
 _WORTH_MOVING = 0.995  # a neighbour is better if its mean risk is below this share of the centre's
 _WORTH_DOUBLING = 0.99
 
@@ -92,7 +93,7 @@ def search_method(dim: int, method: str, path: Path) -> None:
     prepared = [Prepared(make_problem(dim, seed)) for seed in _SEARCH_SEEDS]
     choice, means = search(prepared, method)
     record = {"point": asdict(choice[0]), "iterate": choice[1], "mean": means[choice], "tried": len(means) // 2}
-    if method == "pda":
+    if registered(method).has_mirror:
         eigenvalues = torch.linalg.eigvalsh(prepared[0].hessian.float())
         # The very smallest eigenvalue is that of the direction in which no row varies.
         record["eigenvalues"] = {"largest": float(eigenvalues[-1]), "smallest": float(eigenvalues[1])}
@@ -103,7 +104,7 @@ def run_trial(dim: int, trial: int, out: Path) -> None:
     """Every method on one fresh trial, at the settings that the search found."""
     torch.set_num_threads(1)
     prepared = Prepared(make_problem(dim, trial))
-    mse = {"public": float(risk(prepared.public_model[:, None], prepared.problem.theta))}
+    mse = {PUBLIC.name: float(risk(prepared.public_model[:, None], prepared.problem.theta))}
     for method in SEARCHED:
         record = read_json(_search_file(out, dim, method))
         point = Point(**record["point"])

@@ -1,0 +1,164 @@
+"""Private rows as the gradient code takes them: one batch of fixed shape and layout after the other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from halfsilver._core.distributed import World
+from halfsilver._core.random import own_randomness
+from halfsilver._core.tensors import Batch, Tensors, batch_leaves, batch_rows, map_batch, take_rows
+from halfsilver.errors import ConfigError
+from halfsilver.privacy.copies import PublicCopies, as_private
+from halfsilver.privacy.data import PrivateData
+from halfsilver.privacy.entropy import Entropy
+from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.sampling import poisson_chunks
+
+Chunk = torch.Tensor | slice  # numbers of units
+
+# Records by which several ranks see whether they have the same data.
+_COMPARED = 64
+
+
+@final
+class PrivateBatches:
+    """Draws units, reads their rows, leaves out public copies, and brings every batch into one shape and layout.
+
+    In a `world` of several ranks, rank r owns units r, r + size, r + 2 size, ... Samples of these shares, drawn
+    independently, are together one Poisson sample.
+
+    `rows` is how many rows a batch holds; `use` sets it, because it is measured on made-up batches first.
+    """
+
+    def __init__(
+        self,
+        private: PrivateData,
+        plan: PrivacyPlan,
+        params: Tensors,
+        *,
+        public_example: Any,
+        public_rows: Iterable[Batch],
+        world: World,
+    ) -> None:
+        self._records, self._users = private._open()
+        if (plan.unit == "user") != (self._users is not None):
+            raise ConfigError(
+                f"Expected plan.unit={plan.unit!r} to go with the private data: unit='user' needs "
+                "PrivateData(..., users=keys), and keys need unit='user'."
+            )
+        self._schema = private._schema(public_example)
+        self._plan, self._world, self.device = plan, world, params[0].device
+        self._channels_last = any(
+            p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous()
+            for p in params
+        )
+        self.population = self._users.size() if self._users else self._records.size()
+        self.of_users, self.fixed_shape = self._users is not None, self._records.fixed_shape
+        with own_randomness(0, [self.device]):  # a public data set may draw, too
+            self._copies = PublicCopies(self._schema, public_rows if self.fixed_shape else ())
+        self.rows = 1
+        self.padding: Batch = ()
+
+    def use(self, rows: int, padded: int) -> None:
+        """Batches of so many rows, padded with made-up ones where fewer are left."""
+        self.rows, self.padding = rows, self.made_up(padded if self.fixed_shape else 1)
+
+    def made_up(self, rows: int) -> Batch:
+        """Rows of the private ones' form, made from public knowledge alone."""
+        return self._to_device(self._schema.synthetic(rows))
+
+    def in_private_form(self, public: Batch) -> Batch | None:
+        """Public rows of the private ones' form; None if theirs is another."""
+        alike = as_private(public, self._schema)
+        return None if alike is None else self._to_device(alike)
+
+    # ---- private
+
+    def sample(self, entropy: Entropy) -> list[Chunk]:
+        """A Poisson sample of the units that this rank owns, in chunks of at most `rows`."""
+        owned = len(range(self._world.rank, self.population, self._world.size))
+        chunks = poisson_chunks(owned, self._plan.sampling_rate, self.rows, entropy)
+        return [self._in_data(chunk) for chunk in chunks]
+
+    def examples(self, chunks: Iterable[Chunk]) -> Iterator[Batch]:
+        """Batches of `rows` rows. Where rows are left out, the following ones move up as if those were never drawn."""
+        held: Batch | None = None
+        for chunk in chunks:
+            batch = self.fetch(chunk)
+            held = batch if held is None else _joined(held, batch)
+            if batch_rows(held) >= self.rows or not self.fixed_shape:
+                full, held = _cut(held, self.rows)
+                yield full
+        if held is not None:
+            yield held
+
+    def users(self, chunks: Iterable[Chunk]) -> Iterator[Iterator[Batch]]:
+        """For each drawn user, batches of that user's rows."""
+        assert self._users is not None
+        for chunk in chunks:
+            members = range(chunk.start, chunk.stop) if isinstance(chunk, slice) else chunk.tolist()
+            for user in members:
+                batches = (self.fetch(rows) for rows in self._users.rows(user, self.rows))
+                yield (batch for batch in batches if batch_rows(batch))
+
+    def fetch(self, chunk: Chunk) -> Batch:
+        return self._to_device(self._copies.left_out_of(self._records.fetch(chunk, self._schema)))
+
+    def padded(self, batch: Batch, rows: int) -> Batch:
+        """A copy of the batch, with made-up rows up to the one shape of all batches.
+
+        A copy, because a model may write into its input, and the rows may be read again.
+        """
+        if rows == batch_rows(self.padding) or not self.fixed_shape:
+            return map_batch(torch.clone, batch)
+        columns = zip(batch_leaves(batch), batch_leaves(self.padding), strict=True)
+        filled = [torch.cat([t, made_up[rows:]]) for t, made_up in columns]
+        return pytree.tree_unflatten(filled, pytree.tree_structure(batch))
+
+    def digest(self) -> str:
+        """Of some records: ranks that have the same data in the same order have the same digest."""
+        seen = hashlib.sha256()
+        size = self._records.size()
+        some = torch.arange(min(size, _COMPARED)) * size // max(1, min(size, _COMPARED))
+        for t in batch_leaves(self.fetch(some)):
+            seen.update(t.to_dense().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if self._users is not None:
+            seen.update(json.dumps([int(self._users.order[i]) for i in some]).encode())
+        return seen.hexdigest()
+
+    def _in_data(self, chosen: Chunk) -> Chunk:
+        """Numbers within this rank's share as numbers in the data."""
+        if self._world.size == 1:
+            return chosen
+        numbers = torch.arange(chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
+        return numbers * self._world.size + self._world.rank
+
+    def _to_device(self, batch: Batch) -> Batch:
+        """One layout, as there is one shape: C order, but for images if the model's own weights lie otherwise.
+
+        In another order, rows would be rounded in another way; and slices and padded pieces differ in what they keep.
+        """
+        return map_batch(lambda t: self._laid_out(t.to(self.device, non_blocking=True)), batch)
+
+    def _laid_out(self, t: torch.Tensor) -> torch.Tensor:
+        if t.layout != torch.strided:
+            return t
+        last = t.dim() == 4 and self._channels_last
+        return t.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def _joined(first: Batch, second: Batch) -> Batch:
+    return pytree.tree_map(lambda *columns: torch.cat(columns), first, second)
+
+
+def _cut(batch: Batch, rows: int) -> tuple[Batch, Batch | None]:
+    """The first `rows` of a batch, and what is left."""
+    if batch_rows(batch) <= rows:
+        return batch, None
+    return take_rows(batch, slice(0, rows)), take_rows(batch, slice(rows, batch_rows(batch)))
