@@ -90,6 +90,16 @@ class FirstOrder(Stateless):
         return clip_factor(gradient, self.public_max_norm)
 
     def public_gradient(self, step: Step) -> Tensors:
-        """The gradient of the public batch of the step, clipped to `public_max_norm` if there is one."""
+        """The gradient of the public batch of one step, clipped to `public_max_norm` if there is one.
+
+        Args:
+            step: The step, with the parameters, the public loss and the clock.
+
+        Returns:
+            One tensor per trainable parameter.
+
+        Raises:
+            ConfigError: If there is no public loss.
+        """
         gradient = need_public(step.public, self).gradient(step.params, step=step.clock.step)
         return gradient if self.public_max_norm is None else clip_norm(gradient, self.public_max_norm)

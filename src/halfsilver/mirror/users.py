@@ -76,7 +76,15 @@ class PublicUsers(PublicLoss):
         return [*super().sources, *self._users]
 
     def gradient(self, params: Tensors | None = None, *, step: int | None = None) -> Tensors:
-        """The mean update of the public users of this step, at the parameters that are given."""
+        """The mean update of the public users of one step.
+
+        Args:
+            params: Where local training starts. Default None, which means at the model's own parameters.
+            step: The step whose users and orders are drawn, from 0. Default None, which draws by the seed alone.
+
+        Returns:
+            One tensor per trainable parameter.
+        """
         live = trainable(self.model)
         with own_randomness(derive_seed(self.seed, step), [live[0].device]), untouched(self.model):
             copy_to(live, params or live)

@@ -148,7 +148,17 @@ class PrivacyPlan:
         return epsilon_of([self.count()], self.delta_or(delta), accountant)
 
     def delta_or(self, delta: float | None) -> float:
-        """`delta`, or the plan's own where it is None."""
+        """The given delta or, where it is None, the plan's own.
+
+        Args:
+            delta: A probability in (0, 1), or None.
+
+        Returns:
+            The delta to use.
+
+        Raises:
+            ConfigError: If both are None.
+        """
         if delta is None and self.delta is None:
             raise ConfigError(
                 "Expected a delta, since this plan has none. Write epsilon(delta=1e-5) or PrivacyPlan(delta=1e-5)."
