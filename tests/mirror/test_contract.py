@@ -119,7 +119,7 @@ def test_persistent_state_is_all_that_a_checkpoint_needs(
 
 
 CURVATURE = 2.0
-READABLE = (
+READABLE = {
     "euclidean",
     "first-order",
     "first-order-cosine",
@@ -128,8 +128,8 @@ READABLE = (
     "chain",
     "chain-dual",
     "quadratic-cg",
-)
-READABLE += ("bregman", "bregman-gradient-only", "bregman-spectral", "dual", "dual-spectral"}
+}
+READABLE |= {"bregman", "bregman-gradient-only", "bregman-spectral", "dual", "dual-spectral"}
 
 
 class Numbers(nn.Module):
