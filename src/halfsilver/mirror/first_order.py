@@ -90,6 +90,16 @@ class FirstOrder(Stateless):
         return clip_factor(gradient, self.public_max_norm)
 
     def public_gradient(self, step: Step) -> Tensors:
-        """The gradient of the public batch of the step, clipped to `public_max_norm` if there is one."""
+        """The public part of the direction, before its weight.
+
+        Args:
+            step: Parameters, public loss and clock of the step.
+
+        Returns:
+            The gradient of the step's public batch, clipped to `public_max_norm` if there is one.
+
+        Raises:
+            ConfigError: If there is no public loss.
+        """
         gradient = need_public(step.public, self).gradient(step.params, step=step.clock.step)
         return gradient if self.public_max_norm is None else clip_norm(gradient, self.public_max_norm)
