@@ -185,13 +185,14 @@ class Way:
 WAYS = {
     "head": Way(head_rows, head_model, head_loss, head_accuracy, seeds=3, recipe=hs.Recipe(
         name="head", batch_size=10_000, epochs=20, public_batch_size=569, average=0.9, lr_end=0.1, damping=0.01,
-        pretrain=hs.Pretrain(epochs=200, lr=0.05), search_share=1.0,  # a step takes all accounts, as 20 steps are few
-        grid=hs.Grid(cold=(20.0, 40.0, 80.0), warm=(10.0, 20.0, 40.0, 80.0), pda=(0.03, 0.1, 0.3)),
+        pretrain=hs.study.Pretrain(epochs=200, lr=0.05), search_share=1.0,  # a step takes all accounts
+        grid=hs.study.Grid(cold=(20.0, 40.0, 80.0), warm=(10.0, 20.0, 40.0, 80.0), pda=(0.03, 0.1, 0.3)),
     )),
     "lora": Way(lora_rows, lora_model, lora_loss, lora_accuracy, seeds=1, recipe=hs.Recipe(
         name="lora", batch_size=512, epochs=3, public_batch_size=128, average=0.9, lr_end=0.1,
-        pretrain=hs.Pretrain(epochs=20, lr=3e-3, patience=4, batch_size=32), autocast="bfloat16", micro_batch_size=64,
-        grid=hs.Grid(cold=(0.5, 2.0), warm=(0.25, 1.0), pda=(0.5,), alpha_end=(0.8, 0.95)),
+        pretrain=hs.study.Pretrain(epochs=20, lr=3e-3, patience=4, batch_size=32),
+        autocast="bfloat16", micro_batch_size=64,
+        grid=hs.study.Grid(cold=(0.5, 2.0), warm=(0.25, 1.0), pda=(0.5,), alpha_end=(0.8, 0.95)),
     )),
 }  # fmt: skip
 
@@ -208,7 +209,7 @@ def rows_of(way: str, data: Path, out: Path) -> tuple[dict[str, Rows], list[str]
     return made, sites
 
 
-def studies(way: str, data: Path, out: Path) -> Iterator[hs.Comparison]:
+def studies(way: str, data: Path, out: Path) -> Iterator[hs.study.Comparison]:
     rows, sites = rows_of(way, data, out)
     how, curve = WAYS[way], {name: column[::CURVE] for name, column in rows["test"].items()}
     for epsilon in EPSILONS:

@@ -218,7 +218,7 @@ def test_only_privacy_touches_private_records(backend: BackendName, tmp_path: Pa
     private, public = Spy(*_rows(64)), Spy(*_rows(8))
     for _ in range(2):  # the second call finds the finished run
         trainer = _trainer(
-            speed=hs.Speed(backend=backend),
+            performance=hs.Performance(backend=backend),
             metrics={"loss": _loss},
             callbacks=[reports.append],
             average="uniform",

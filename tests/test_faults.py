@@ -48,7 +48,7 @@ def trainer(plan: hs.PrivacyPlan = PLAN, **options: Any) -> hs.Trainer:
         lambda m, b: m(b).square().squeeze(1),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         plan=plan,
-        speed=hs.Speed(backend="vmap", micro_batch_size=30),
+        performance=hs.Performance(backend="vmap", micro_batch_size=30),
         checkpoint_seconds=-1.0,
         **options,
     )

@@ -24,7 +24,7 @@ datasets = pytest.importorskip("datasets")
 WORDS, LENGTH = 50, 6
 COLUMNS = ("attention_mask", "input_ids", "labels")
 PLAN = hs.PrivacyPlan(steps=2, sampling_rate=0.1, expected_batch_size=8, noise_multiplier=1.0)
-SPEED = hs.Speed(backend="vmap", micro_batch_size=8)  # nothing to measure first
+SPEED = hs.Performance(backend="vmap", micro_batch_size=8)  # nothing to measure first
 
 
 def texts(rows: int, seed: int) -> dict[str, list[Any]]:
@@ -68,7 +68,7 @@ class Words(nn.Module):
 def fit(folder: Path, private: Any, public: Any, model: nn.Module | None = None, **options: Any) -> hs.Trainer:
     model = model or Words()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"optimizer": sgd, "plan": PLAN, "mirror": hs.FirstOrder(0.5), "speed": SPEED, **options}
+    options = {"optimizer": sgd, "plan": PLAN, "mirror": hs.FirstOrder(0.5), "performance": SPEED, **options}
     made = hs.Trainer(model, loss_fn, **options)
     made.fit(private, public, run_dir=folder, test=public)
     return made
@@ -122,7 +122,7 @@ def test_bert_as_it_comes(tmp_path: Path) -> None:
     """Dropout and all, and dicts of tokens to the end."""
     model = bert()
     before = weights(model).clone()
-    made = fit(tmp_path, table(), table(20, 1), model, speed=hs.Speed(micro_batch_size=8))
+    made = fit(tmp_path, table(), table(20, 1), model, performance=hs.Performance(micro_batch_size=8))
     assert not torch.equal(before, weights(model))
     assert math.isfinite(made.evaluate(table(20, 2))["loss"])
 
@@ -134,7 +134,7 @@ def test_each_row_of_bert_is_clipped() -> None:
     each = [flatten(g).double() for g in one_by_one(model, loss_fn, batch, rows)]
     clip = float(torch.stack([g.norm() for g in each]).median())
     expected = sum(g * min(1.0, clip / float(g.norm())) for g in each)
-    found = flatten(make_backend(hs.Speed(), model, loss_fn, batch).clipped_sum(batch, clip).tensors).double()
+    found = flatten(make_backend(hs.Performance(), model, loss_fn, batch).clipped_sum(batch, clip).tensors).double()
     assert float((found - expected).norm()) <= 1e-3 * clip * rows  # each is clipped a little below the norm
 
 

@@ -43,7 +43,7 @@ def trainer(**options: Any) -> hs.Trainer:
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10),
         plan=plan,
         average=0.9,
-        speed=hs.Speed(backend="vmap", micro_batch_size=30),
+        performance=hs.Performance(backend="vmap", micro_batch_size=30),
         checkpoint_seconds=-1.0,
         **options,
     )

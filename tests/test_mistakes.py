@@ -22,18 +22,18 @@ from tests.test_trainer import loss_fn, network, plan, rows, trainer
 
 Mistake = Callable[[Path], object]
 MIRROR = hs.FirstOrder(0.9)
-SPEED = hs.Speed(backend="vmap", micro_batch_size=8)
+SPEED = hs.Performance(backend="vmap", micro_batch_size=8)
 
 
 def fit(folder: Path, private: Any = None, public: Any = None, delta: float | None = None, **options: Any) -> None:
     private = rows(400) if private is None else private
-    made = trainer(**{"plan": plan(steps=1), "speed": SPEED, **options})
+    made = trainer(**{"plan": plan(steps=1), "performance": SPEED, **options})
     made.fit(private, public, run_dir=folder / "run", delta=delta)
 
 
 def with_loss(loss: Any) -> hs.Trainer:
     model = network()
-    return hs.Trainer(model, loss, optimizer=torch.optim.SGD(model.parameters(), lr=1), plan=plan(), speed=SPEED)
+    return hs.Trainer(model, loss, optimizer=torch.optim.SGD(model.parameters(), lr=1), plan=plan(), performance=SPEED)
 
 
 def mean_loss(model: Any, batch: Any) -> Tensor:
@@ -95,7 +95,7 @@ MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         ("trainable parameters=0 at least 1", "requires_grad_()"),
     ),
     "a class for a mirror": (lambda _: trainer(mirror=hs.FirstOrder), ("mirror=", "FirstOrder(0.9)")),
-    "unknown backend": (lambda p: fit(p, speed=hs.Speed(backend="fast")), ("backend='fast' in ('auto'",)),  # type: ignore[arg-type]
+    "unknown backend": (lambda p: fit(p, performance=hs.Performance(backend="fast")), ("backend='fast' in ('auto'",)),  # type: ignore[arg-type]
     "mirror without public data": (lambda p: fit(p, mirror=MIRROR), ("FirstOrder needs public data", "Euclidean()")),
     "run_dir of another plan": (twice, ("plan of the run in", "another run_dir")),
     "users without keys": (lambda p: fit(p, plan=plan(unit="user")), ("unit='user'", "users=keys")),

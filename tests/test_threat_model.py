@@ -70,8 +70,8 @@ def train(folder: Path, **options: Any) -> None:
     model = torch.nn.Linear(3, 1)
     plan = hs.PrivacyPlan(steps=4, sampling_rate=0.2, expected_batch_size=10, noise_multiplier=2.0)
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
-    speed = hs.Speed(backend="vmap")
-    trainer = hs.Trainer(model, lambda m, b: m(b).square().squeeze(1), optimizer=adam, plan=plan, speed=speed)
+    speed = hs.Performance(backend="vmap")
+    trainer = hs.Trainer(model, lambda m, b: m(b).square().squeeze(1), optimizer=adam, plan=plan, performance=speed)
     trainer.fit(torch.randn(50, 3), run_dir=folder, delta=1e-5, **options)
 
 

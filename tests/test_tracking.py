@@ -12,7 +12,7 @@ import pytest
 
 from halfsilver._core.distributed import World
 from halfsilver.errors import ConfigError, MissingExtra
-from halfsilver.privacy.gradients import Speed
+from halfsilver.privacy.gradients import Performance
 from halfsilver.tracking import MLflow, TensorBoard
 from halfsilver.trainer import StepReport
 from tests.test_trainer import StopHere, accuracy, plan, rows, stop_at, trainer
@@ -20,12 +20,12 @@ from tests.test_trainer import StopHere, accuracy, plan, rows, stop_at, trainer
 Curves = dict[str, list[tuple[int, float]]]
 DAY = 24 * 60 * 60
 PLAN = plan(steps=6, spare_steps=14)
-SPEED = Speed(backend="vmap", micro_batch_size=8)  # nothing to measure first
+SPEED = Performance(backend="vmap", micro_batch_size=8)  # nothing to measure first
 
 
 def fit(folder: Path, *callbacks: Any) -> Curves:
     """Six steps, a checkpoint after each, metrics at the third and the last; what the run's own log says of them."""
-    options: dict[str, Any] = {"metrics": {"accuracy": accuracy}, "checkpoint_seconds": 0.0, "speed": SPEED}
+    options: dict[str, Any] = {"metrics": {"accuracy": accuracy}, "checkpoint_seconds": 0.0, "performance": SPEED}
     result = trainer(plan=PLAN, callbacks=callbacks, **options).fit(
         rows(400), run_dir=folder, test=rows(40, 1), test_every=3
     )

@@ -240,7 +240,7 @@ def test_two_runs_share_the_data_sets_budget(tmp_path: Path) -> None:
     assert 0 < second.updates < 30
     assert ledger.spent(1e-5) <= budget.epsilon
     assert second.statement["all_runs_on_this_data"]["runs"] == 2
-    with pytest.raises(hs.BudgetExceeded, match="not touched"):
+    with pytest.raises(hs.errors.BudgetExceeded, match="not touched"):
         trainer(plan=p).fit(rows(400), run_dir=tmp_path / "c", ledger=ledger)
 
 

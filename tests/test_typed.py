@@ -31,7 +31,7 @@ def test_right_types_pass(tmp_path: Path) -> None:
     trainer = hs.Trainer(
         model, loss_fn, optimizer=sgd, plan=plan, mirror=hs.FirstOrder(hs.cosine(end=0.9)), progress=False
     )
-    result = assert_type(trainer.fit(rows, public, run_dir=tmp_path), hs.RunResult)
+    result = assert_type(trainer.fit(rows, public, run_dir=tmp_path), hs.trainer.RunResult)
     assert assert_type(result.epsilon(delta=1e-3), float) <= 2
     assert set(assert_type(trainer.evaluate(public), dict[str, float])) == {"loss"}
 

@@ -66,7 +66,7 @@ def train(run_dir: Path, plan: hs.PrivacyPlan = PLAN) -> None:
         plan=plan,
         mirror=hs.FirstOrder(0.5),
         average=0.9,
-        speed=hs.Speed(backend="vmap", micro_batch_size=32),
+        performance=hs.Performance(backend="vmap", micro_batch_size=32),
         checkpoint_seconds=0.0,
         progress=False,
     ).fit((rows[0][100:], rows[1][100:]), (rows[0][:100], rows[1][:100]), run_dir=run_dir, delta=DELTA)

@@ -67,7 +67,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=_among({**WORKLOADS, **HIDDEN}), default=list(WORKLOADS))
     parser.add_argument("--contenders", type=_among(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--backend", default="auto", help="of halfsilver, for Speed(backend=...)")
+    parser.add_argument("--backend", default="auto", help="of halfsilver, for Performance(backend=...)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--reps", type=int, default=LEAST_REPS)
     parser.add_argument("--quick", action="store_true", help="exactly --reps repetitions, which may be fewer than 7")

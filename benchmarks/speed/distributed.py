@@ -37,7 +37,7 @@ from halfsilver._core.distributed import World
 from halfsilver._core.sharded import full, unwrapped
 from halfsilver._core.tensors import trainable
 from halfsilver.privacy.data import PrivateData
-from halfsilver.privacy.gradients import Speed
+from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 
@@ -77,7 +77,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--model", default="cifar")
-    parser.add_argument("--backend", default="auto", help="of halfsilver, for Speed(backend=...)")
+    parser.add_argument("--backend", default="auto", help="of halfsilver, for Performance(backend=...)")
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="write the JSON to this file as well")
@@ -163,7 +163,7 @@ class Ours:
         ledger = Ledger.open(folder / "ledger.jsonl") if world.leads else None
         self._source = PrivateGradient(
             self._model, task.loss_fn, PrivateData(task.batch), plan,
-            ledger=ledger, run_id="speed", speed=Speed(backend=backend), world=world,
+            ledger=ledger, run_id="speed", performance=Performance(backend=backend), world=world,
         )  # fmt: skip
 
     def step(self) -> None:

@@ -1,17 +1,22 @@
-"""halfsilver: private training with public data as the mirror.
+"""halfsilver: train on private data with differential privacy, and use public data to get more from every epsilon.
 
 >>> import halfsilver as hs
->>> plan = hs.PrivacyPlan(steps=100, sampling_rate=0.01, expected_batch_size=64, noise_multiplier=1.0)
->>> 0 < plan.epsilon(delta=1e-5) < 2
-True
+>>> plan = hs.PrivacyPlan.calibrate(epsilon=2, delta=1e-5, population=6400, batch_size=64, epochs=1)
+>>> plan.steps, plan.epsilon() <= 2
+(100, True)
 """
 
+import importlib as _importlib
+import typing as _typing
+import warnings as _warnings
+
 from halfsilver import audit as _deprecated_path  # noqa: F401 - before the function of that name
-from halfsilver import opacus
+from halfsilver import errors, mirror, opacus, study, trainer  # noqa: F401 - modules that the API page names
 from halfsilver.auditing import audit
-from halfsilver.errors import BudgetExceeded, HalfsilverError
+from halfsilver.errors import HalfsilverError
 from halfsilver.mirror import (
     Bregman,
+    DualAveraging,
     Euclidean,
     FallBack,
     FirstOrder,
@@ -19,44 +24,60 @@ from halfsilver.mirror import (
     Quadratic,
     chain,
     clip_released,
-    constant,
     cosine,
 )
 from halfsilver.privacy.data import PrivateData
-from halfsilver.privacy.gradients import Speed
+from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.study.compare import Comparison, compare
+from halfsilver.study.compare import compare
 from halfsilver.study.method import Method
-from halfsilver.study.problem import Grid, Pretrain, Recipe
-from halfsilver.trainer import RunResult, Trainer
+from halfsilver.study.problem import Recipe
+from halfsilver.trainer import Trainer
 
 __all__ = [
     "Bregman",
     "Budget",
-    "BudgetExceeded",
-    "Comparison",
+    "DualAveraging",
     "Euclidean",
     "FallBack",
     "FirstOrder",
-    "Grid",
     "HalfsilverError",
     "Ledger",
     "Method",
-    "Pretrain",
+    "Performance",
     "PrivacyPlan",
     "PrivateData",
     "PublicLoss",
     "Quadratic",
     "Recipe",
-    "RunResult",
-    "Speed",
     "Trainer",
     "audit",
     "chain",
     "clip_released",
     "compare",
-    "constant",
     "cosine",
-    "opacus",
 ]
+
+_MOVED = {
+    "BudgetExceeded": "errors.BudgetExceeded",
+    "Comparison": "study.Comparison",
+    "Grid": "study.Grid",
+    "Pretrain": "study.Pretrain",
+    "RunResult": "trainer.RunResult",
+    "Speed": "Performance",
+    "constant": "mirror.constant",
+}
+
+if not _typing.TYPE_CHECKING:  # a type checker then still knows which names there are
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name not in _MOVED:
+            raise AttributeError(f"module 'halfsilver' has no attribute {name!r}")
+        _warnings.warn(
+            f"halfsilver.{name} is halfsilver.{_MOVED[name]} now; the old name goes in version 0.3.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        module, _, attribute = f"halfsilver.{_MOVED[name]}".rpartition(".")
+        return getattr(_importlib.import_module(module), attribute)

@@ -80,7 +80,7 @@ class UnsupportedLayer(HalfsilverError):
         >>> model = torch.nn.Embedding(3, 2, max_norm=1.0)
         >>> loss_fn = lambda model, batch: model(batch).sum((1, 2))
         >>> rows = torch.zeros(4, 1, dtype=torch.int64)
-        >>> make_backend(hs.Speed(backend="book"), model, loss_fn, rows).clipped_sum(rows, 1.0)
+        >>> make_backend(hs.Performance(backend="book"), model, loss_fn, rows).clipped_sum(rows, 1.0)
         Traceback (most recent call last):
         ...
         halfsilver.errors.UnsupportedLayer: ... Drop the option.

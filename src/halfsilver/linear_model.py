@@ -17,7 +17,7 @@ from halfsilver.errors import ConfigError, MissingExtra, require
 from halfsilver.mirror import Bregman, ConstraintSet, Euclidean, MirrorMap, Quadratic
 from halfsilver.privacy.count import noisy_count
 from halfsilver.privacy.data import PrivateData
-from halfsilver.privacy.gradients import Speed
+from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.gradients.linear import LinearModel
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
@@ -187,7 +187,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             plan=plan,
             mirror=self._mirror(public),
             average=self.average,
-            speed=Speed(backend=LinearModel(model), micro_batch_size=_ROWS_AT_ONCE),
+            performance=Performance(backend=LinearModel(model), micro_batch_size=_ROWS_AT_ONCE),
             unsafe_seed=self.unsafe_seed,
             checkpoint_seconds=float("inf"),
         )

@@ -62,7 +62,7 @@ def attach_mirror(
         >>> loss_fn = lambda model, batch: (model(batch[0]).squeeze(1) - batch[1]).square()
         >>> public = hs.PublicLoss(model, loss_fn, (torch.randn(20, 2), torch.randn(20)))
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)  # or what make_private returned
-        >>> handle = attach_mirror(sgd, hs.FirstOrder(alpha=hs.constant(0.9)), public)
+        >>> handle = attach_mirror(sgd, hs.FirstOrder(alpha=hs.mirror.constant(0.9)), public)
         >>> handle.remove()
 
     References:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
@@ -24,7 +25,7 @@ from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, Publi
 from halfsilver.mirror.base import as_map
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
-from halfsilver.privacy.gradients import Speed
+from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.metrics import mean_not_private
@@ -36,7 +37,7 @@ from halfsilver.runs.state import Parts, TrainState, pack, unpack
 from halfsilver.runs.statement import diverged
 
 Stopped = Literal["finished", "budget", "diverged"]
-Source = PrivateGradient | UserUpdates  # of released gradients
+ReleaseSource = PrivateGradient | UserUpdates
 
 _LOG_LINES = 200
 _PROBE_ROWS = 64  # public rows on which the model is tried before any private one is read
@@ -126,7 +127,7 @@ class Trainer:
             with the averaged weights in the model. Averages reduce the effect of the noise and cost no privacy.
         metrics: Further per-example figures of `evaluate`, by name; each has the form of `loss_fn`.
         callbacks: Functions that receive a `StepReport` after each update.
-        speed: Backend, micro-batches and precision. No value can weaken the guarantee.
+        performance: Backend, micro-batches and precision. No value can weaken the guarantee.
         device: Where to train (default: where the model is).
         metrics_not_private: Allow metrics of private rows. They are *not* private, and the statement says so.
         skip_public_copies: Whether a private example that equals a public one, label included, contributes nothing
@@ -135,6 +136,7 @@ class Trainer:
         unsafe_seed: Fixes noise and sampling for a test. This ends the guarantee, and the statement says so.
         progress: Show a progress bar with time left and epsilon spent (default: on a terminal only).
         checkpoint_seconds: Seconds between two checkpoints, at least 0.
+        speed: Deprecated, goes in 0.3. Say `performance`.
 
     Raises:
         ConfigError: The optimizer holds other parameters than the model, or an argument has the wrong kind.
@@ -171,15 +173,20 @@ class Trainer:
     average: AverageKind = None
     metrics: Mapping[str, LossFn] = field(default_factory=dict)
     callbacks: Sequence[Callback] = ()
-    speed: Speed = field(default_factory=Speed)
+    performance: Performance = field(default_factory=Performance)
     device: torch.device | str | None = None
     metrics_not_private: bool = False
     skip_public_copies: bool = True
     unsafe_seed: int | None = None
     progress: bool | None = None
     checkpoint_seconds: float = 30.0
+    speed: Performance | None = None
 
     def __post_init__(self) -> None:
+        if self.speed is not None:
+            advice = "Trainer(speed=) is Trainer(performance=) now; the old name goes in version 0.3."
+            warnings.warn(advice, DeprecationWarning, stacklevel=3)
+            self.performance = self.speed
         self._check_kinds()
         self.mirror = as_map(self.mirror, stacklevel=4)
         self.model = unwrapped(self.model)
@@ -290,7 +297,7 @@ class Trainer:
             stopped = self._loop(session, source, psi, tester)
             return self._finish(session, source, stopped, test)
 
-    def _check_usable(self, session: Session, source: Source) -> None:
+    def _check_usable(self, session: Session, source: ReleaseSource) -> None:
         plan, fewest = self.plan, 0.5
         require(isinstance(source, PrivateGradient), "check_usable", True, "to go with records, not with an engine")
         advice = "Keep one in hand: PrivacyPlan.calibrate(spare_steps=1)."
@@ -309,7 +316,7 @@ class Trainer:
                 "the data finds the cause with PrivateData(...).inspect_not_private(example)."
             )
 
-    def _loop(self, session: Session, source: Source, psi: PublicLoss | None, test: Tester) -> Stopped:
+    def _loop(self, session: Session, source: ReleaseSource, psi: PublicLoss | None, test: Tester) -> Stopped:
         params, state = trainable(self.model), self._state
         with self._bar(session) as show:
             while state.step < self.plan.steps and not session.finished:
@@ -436,11 +443,11 @@ class Trainer:
     def _world(self) -> World:
         return World.current(self._device)
 
-    def _save(self, session: Session, source: Source | None) -> None:
+    def _save(self, session: Session, source: ReleaseSource | None) -> None:
         session.world.require_replicas(replicated(self.model))
         session.save(self.state_dict(), source.out.head if source else None)
 
-    def _source(self, session: Session, private: PrivateData | Engine, psi: PublicLoss | None) -> Source:
+    def _source(self, session: Session, private: PrivateData | Engine, psi: PublicLoss | None) -> ReleaseSource:
         world, seed = session.world, self.unsafe_seed
         entropy = OsEntropy() if seed is None else UnsafeSeed(world.own_seed(seed))
         alike = psi if self.public_loss_fn is None else None  # public records of the private ones' kind
@@ -454,7 +461,7 @@ class Trainer:
             self._public_example = alike.rows.example()
         public_rows = psi.rows.batches() if psi and self.skip_public_copies and not session.finished else ()
         run |= {"public_example": self._public_example, "public_rows": public_rows, "probe_rows": known}
-        run |= {"speed": self.speed}
+        run |= {"performance": self.performance}
         return PrivateGradient(self.model, self.loss_fn, private, self.plan, **run)
 
     def _begin(self, session: Session, psi: PublicLoss | None, saved: Parts | None) -> None:
@@ -474,7 +481,7 @@ class Trainer:
         self._fitted = True
         session.write_statement()
 
-    def _finish(self, session: Session, source: Source, stopped: Stopped, test: Any) -> RunResult:
+    def _finish(self, session: Session, source: ReleaseSource, stopped: Stopped, test: Any) -> RunResult:
         if not session.finished:
             if stopped != "finished" and test is not None:
                 session.log({"step": self._state.step, **self.evaluate(test)})
@@ -526,5 +533,5 @@ class Trainer:
             "metrics_not_private": self.metrics_not_private,
             # Only if it is not the default, so that run folders without it can still be opened.
             **({} if self.skip_public_copies else {"skip_public_copies": False}),
-            **({} if self.speed.trusted is None else {"backend": self.speed.trusted}),
+            **({} if self.performance.trusted is None else {"backend": self.performance.trusted}),
         }

@@ -306,7 +306,7 @@ def failures(folder: Path) -> Result:
 
 
 def _with_loss(made: hs.Trainer, loss_fn: Any) -> hs.Trainer:
-    made.loss_fn, made.speed = loss_fn, hs.Speed(backend="vmap")
+    made.loss_fn, made.performance = loss_fn, hs.Performance(backend="vmap")
     return made
 
 

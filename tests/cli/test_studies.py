@@ -113,7 +113,7 @@ def test_compare_on_the_real_emnist_files(data_dir: Path, tmp_path: Path, monkey
         recipe,
         epochs=0.1,
         pretrain=replace(recipe.pretrain, epochs=2),
-        grid=hs.Grid(cold=(2.0,), warm=(1.0,), pda=(1.0,), alpha_end=(0.9,)),
+        grid=hs.study.Grid(cold=(2.0,), warm=(1.0,), pda=(1.0,), alpha_end=(0.9,)),
     )
     monkeypatch.setattr(named, "load", lambda task, name: (short, more))
     words = ["compare", "emnist", "--epsilon", "3", "--seeds", "1", "--search", "paper", "--workers", "1", "--json"]

@@ -53,7 +53,7 @@ def test_one_example_a_user_is_the_central_trainer(tmp_path: Path, mirror: hs.Fi
     ends = []
     for name in ("central", "federated"):
         model, p = linear().double(), plan(expected_batch_size=20.0, max_grad_norm=0.9)
-        t = trainer(model, p, mirror=mirror, unsafe_seed=3, speed=hs.Speed(micro_batch_size=1024))
+        t = trainer(model, p, mirror=mirror, unsafe_seed=3, performance=hs.Performance(micro_batch_size=1024))
         local = LocalTraining(lr=1.0, batch_size=12)
         if name == "central":
             t.fit(hs.PrivateData((x, y), users=list(range(40))), public, run_dir=tmp_path / name)
@@ -99,7 +99,7 @@ def test_an_empty_cohort_is_a_step(tmp_path: Path) -> None:
     made = source(tmp_path, Answers(0, lambda user, round: None), plan(steps=2), linear())
     assert norm(made.release()) > 0
     made.release()
-    with pytest.raises(hs.BudgetExceeded):
+    with pytest.raises(hs.errors.BudgetExceeded):
         made.release()
     assert made.out.count == 2
 
@@ -194,7 +194,7 @@ def test_a_refused_step_stays_refused(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError):
         made.release()
     for _ in range(3):
-        with pytest.raises(hs.BudgetExceeded):
+        with pytest.raises(hs.errors.BudgetExceeded):
             made.release()
     assert made.out.count == 0
 

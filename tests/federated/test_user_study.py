@@ -27,8 +27,8 @@ RECIPE = hs.Recipe(
     public_examples=3,
     max_grad_norm=0.5,
     local=LocalTraining(lr=0.1, batch_size=4),
-    grid=hs.Grid(cold=(1.0,), warm=(0.5, 1.0), pda=(1.0,), alpha_end=(0.9,)),
-    pretrain=hs.Pretrain(epochs=2),
+    grid=hs.study.Grid(cold=(1.0,), warm=(0.5, 1.0), pda=(1.0,), alpha_end=(0.9,)),
+    pretrain=hs.study.Pretrain(epochs=2),
     search_share=0.4,
 )
 

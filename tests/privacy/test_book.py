@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from halfsilver._core.tensors import Batch, LossFn, flatten, take_rows, trainable
 from halfsilver.errors import UnsupportedLayer
-from halfsilver.privacy.gradients import Speed, make_backend
+from halfsilver.privacy.gradients import Performance, make_backend
 from halfsilver.privacy.gradients.base import Adding, row_norms
 from halfsilver.privacy.gradients.book import BookKeeping, tune
 from halfsilver.privacy.gradients.book.outer import Outer
@@ -236,8 +236,8 @@ def test_a_weight_used_outside_its_module_is_refused() -> None:
 
     batch = torch.randint(1, 11, (4, STEPS))
     with pytest.raises(UnsupportedLayer, match="outside of its module"):
-        make_backend(Speed(backend="book"), Direct(), squares, batch)
-    assert make_backend(Speed(), Direct(), squares, batch).name == "vmap"
+        make_backend(Performance(backend="book"), Direct(), squares, batch)
+    assert make_backend(Performance(), Direct(), squares, batch).name == "vmap"
 
 
 def test_forward_methods_are_put_back_after_an_error() -> None:
@@ -350,9 +350,9 @@ def lora(**options: Any) -> nn.Module:
 def test_lora_layers_work_or_are_refused(options: dict[str, Any]) -> None:
     model, batch = lora(**options), torch.randint(0, 11, (4, STEPS))
     try:
-        backend = make_backend(Speed(backend="book"), model, squares, batch)
+        backend = make_backend(Performance(backend="book"), model, squares, batch)
     except UnsupportedLayer:
-        assert make_backend(Speed(), model, squares, batch).name in ("hooks", "vmap")
+        assert make_backend(Performance(), model, squares, batch).name in ("hooks", "vmap")
         return
     gradients = one_by_one(model, squares, batch, 4)
     expected = sum(flatten(g).double() for g in gradients)

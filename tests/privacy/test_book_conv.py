@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients.base import Adding, row_norms
 from halfsilver.privacy.gradients.book import BookKeeping
-from halfsilver.privacy.gradients.book.contributions import Contribution
 from halfsilver.privacy.gradients.book.conv import layer as kernel
 from halfsilver.privacy.gradients.book.conv.gram import Gram
 from halfsilver.privacy.gradients.book.conv.ways import Products
+from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients
 from halfsilver.privacy.gradients.book.tape import Tape
 from halfsilver.privacy.gradients.vmap import Vmap
 
@@ -60,7 +60,7 @@ def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
     return Case(module, x, torch.randn_like(module(x)))
 
 
-def contributions(case: Case, way: str) -> list[Contribution]:
+def contributions(case: Case, way: str) -> list[ExampleGradients]:
     """What the kernel writes down, its way to hold the weight's gradients forced."""
     tape = Tape(len(case.x), case.x.device)
 

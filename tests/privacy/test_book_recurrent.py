@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from halfsilver._core.tensors import flatten, trainable
 from halfsilver.errors import UnsupportedLayer
-from halfsilver.privacy.gradients import Speed, make_backend
+from halfsilver.privacy.gradients import Performance, make_backend
 from halfsilver.privacy.gradients.base import row_norms
 from halfsilver.privacy.gradients.book import BookKeeping
 from halfsilver.privacy.gradients.book.kernels import KERNELS
@@ -222,7 +222,7 @@ def test_autocast_runs_the_loops_in_the_weights_precision(kind: str) -> None:
 
 def test_passes_the_check_of_the_library() -> None:
     model = nn.Sequential(nn.Embedding(11, 5), Model(make("LSTM", 5, 4, 2, batch_first=True, dropout=0.5)))
-    backend = make_backend(Speed(backend="book"), model, loss, torch.randint(0, 11, (4, STEPS)))
+    backend = make_backend(Performance(backend="book"), model, loss, torch.randint(0, 11, (4, STEPS)))
     assert isinstance(backend, BookKeeping)
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from halfsilver._core.tensors import Batch, LossFn, flatten, take_rows, trainable
 from halfsilver.errors import ConfigError, UnsupportedLayer
-from halfsilver.privacy.gradients import BACKENDS, ClippedSum, Speed, make_backend
+from halfsilver.privacy.gradients import BACKENDS, ClippedSum, Performance, make_backend
 from halfsilver.privacy.gradients.base import Adding, GradientBackend, clip_factors, row_norms
 from halfsilver.privacy.gradients.linear import LinearModel, Link, predictions, with_row_norms
 from halfsilver.privacy.gradients.rows import default_rows, expected_pieces, fastest_rows
@@ -129,16 +129,16 @@ def test_what_opacus_cannot_do_is_refused(kind: str) -> None:
     make, loss_fn, data, _ = MODELS[kind]
     model = make()
     with pytest.raises(UnsupportedLayer, match="Use backend="):
-        make_backend(Speed(backend="hooks"), model, loss_fn, data(4))
+        make_backend(Performance(backend="hooks"), model, loss_fn, data(4))
     assert_no_trace(model)
-    assert make_backend(Speed(), model, loss_fn, data(4)).name == ("book" if kind == "lstm" else "vmap")
+    assert make_backend(Performance(), model, loss_fn, data(4)).name == ("book" if kind == "lstm" else "vmap")
 
 
 def test_auto_takes_book_keeping_where_it_works() -> None:
     model = cnn()
-    assert make_backend(Speed(), model, class_loss, images(4)).name == "book"
+    assert make_backend(Performance(), model, class_loss, images(4)).name == "book"
     with pytest.raises(ConfigError, match="backend='fast'"):
-        make_backend(Speed(backend="fast"), model, class_loss, images(4))  # type: ignore[arg-type]
+        make_backend(Performance(backend="fast"), model, class_loss, images(4))  # type: ignore[arg-type]
 
 
 def test_default_micro_batch_size() -> None:
@@ -146,9 +146,9 @@ def test_default_micro_batch_size() -> None:
     assert default_rows(cnn(), 1e6) == 512
     assert default_rows(nn.Linear(20_000, 20_000, device="meta"), 500) == 1
     with pytest.raises(ConfigError, match="micro_batch_size"):
-        Speed(micro_batch_size=0)
+        Performance(micro_batch_size=0)
     with pytest.raises(ConfigError, match="autocast"):
-        Speed(autocast=torch.float32)
+        Performance(autocast=torch.float32)
 
 
 class Paced:
@@ -331,8 +331,8 @@ def test_gradients_that_hooks_get_wrong_are_refused(model_type: type[nn.Module])
     """Also with small gradients and with dropout, where a comparison without clipping would show nothing."""
     model, example = model_type(), torch.randn(4, 5, 3)
     with pytest.raises(UnsupportedLayer, match="Use backend="):
-        make_backend(Speed(backend="hooks"), model, squared_loss, example)
-    assert make_backend(Speed(), model, squared_loss, example).name == "vmap"
+        make_backend(Performance(backend="hooks"), model, squared_loss, example)
+    assert make_backend(Performance(), model, squared_loss, example).name == "vmap"
     if isinstance(model, Reused):
         assert model.drop.p == 0.5
 
@@ -476,7 +476,7 @@ def test_half_precision_does_not_look_like_a_mistake() -> None:
         for p in model.parameters():
             p.mul_(6)
     example = {"x": torch.randn(4, 1, 8, 8), "y": torch.tensor([0, 1, 2, 0])}
-    speed = Speed(backend="book", autocast=torch.bfloat16)
+    speed = Performance(backend="book", autocast=torch.bfloat16)
     exact = Vmap(model, class_loss, example)
     clip = 0.5 * float(row_norms(exact.per_example(example)).min())
     rounded = Vmap(model, speed.precise(class_loss), example).clipped_sum(example, clip)
@@ -502,6 +502,6 @@ def test_a_backend_that_breaks_the_bound_in_half_precision_is_refused(monkeypatc
     torch.manual_seed(0)
     model, example = cnn(), images(4)
     monkeypatch.setitem(BACKENDS, "book", TooLong)
-    assert isinstance(make_backend(Speed(backend="book"), model, class_loss, example), TooLong)
+    assert isinstance(make_backend(Performance(backend="book"), model, class_loss, example), TooLong)
     with pytest.raises(UnsupportedLayer, match="lets an example contribute"):
-        make_backend(Speed(backend="book", autocast=torch.bfloat16), model, class_loss, example)
+        make_backend(Performance(backend="book", autocast=torch.bfloat16), model, class_loss, example)

@@ -20,7 +20,7 @@ from halfsilver._core.tensors import flatten
 from halfsilver.errors import BudgetExceeded, ConfigError
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import UnsafeSeed
-from halfsilver.privacy.gradients import Speed
+from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.noise import grid
@@ -113,8 +113,11 @@ def test_micro_batches_and_backends_change_nothing(tmp_path: Path, size: int, ba
     torch.manual_seed(0)
     model, p = nn.Linear(6, 3), plan(sampling_rate=1.0, max_grad_norm=1.0, noise_multiplier=1e-6)
     found = []
-    for folder, speed in (("a", Speed(backend="vmap")), ("b", Speed(backend=backend, micro_batch_size=size))):
-        source = mechanism(tmp_path / folder, PrivateData(rows(20)), p, model, speed=speed, entropy=UnsafeSeed(0))
+    for folder, speed in (
+        ("a", Performance(backend="vmap")),
+        ("b", Performance(backend=backend, micro_batch_size=size)),
+    ):
+        source = mechanism(tmp_path / folder, PrivateData(rows(20)), p, model, performance=speed, entropy=UnsafeSeed(0))
         found.append(flatten(source._clipped_sum().tensors))
     assert float((found[0] - found[1]).norm()) <= 1e-5 * float(found[0].norm())
 
@@ -140,11 +143,11 @@ class Bad(Dataset[Any]):
 def test_bad_records_contribute_zero_and_raise_nothing(tmp_path: Path, backend: Any) -> None:
     torch.manual_seed(0)
     model, p, example = nn.Linear(6, 3), plan(sampling_rate=1.0), (torch.zeros(6), torch.tensor(0))
-    speed = Speed(backend=backend)
-    source = mechanism(tmp_path / "a", PrivateData(Bad(True), example=example), p, model, speed=speed)
+    speed = Performance(backend=backend)
+    source = mechanism(tmp_path / "a", PrivateData(Bad(True), example=example), p, model, performance=speed)
     x, y = rows(12)
     good = [i for i in range(12) if i not in (2, 4, 6)]
-    clean = mechanism(tmp_path / "b", PrivateData((x[good], y[good])), p, model, speed=speed)
+    clean = mechanism(tmp_path / "b", PrivateData((x[good], y[good])), p, model, performance=speed)
     torch.testing.assert_close(
         flatten(source._clipped_sum().tensors), flatten(clean._clipped_sum().tensors), rtol=1e-5, atol=1e-6
     )
@@ -274,7 +277,13 @@ def test_no_row_is_rounded_by_its_place(tmp_path: Path, backend: Any, order: str
         p = plan(sampling_rate=1.0, expected_batch_size=257)
         ledger = Ledger.open(tmp_path / f"{i}.jsonl")
         source = PrivateGradient(
-            model, squared, private, p, ledger=ledger, run_id="run", speed=Speed(backend=backend, micro_batch_size=size)
+            model,
+            squared,
+            private,
+            p,
+            ledger=ledger,
+            run_id="run",
+            performance=Performance(backend=backend, micro_batch_size=size),
         )
         sums.append(flatten([t.double() for t in source._clipped_sum().tensors]))
     assert float((sums[0] - sums[1]).norm()) <= p.max_grad_norm

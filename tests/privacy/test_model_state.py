@@ -80,7 +80,7 @@ def test_an_embedding_that_renormalises_is_refused(tmp_path: Path, backend: Any,
     """At the level of the layer's type: made-up tokens would not show it."""
     x, y = text(with_secret=True)
     private = PrivateData((x, y), users=list(range(len(x))) if unit == "user" else None)
-    made = trainer(Words(), unit=unit, speed=hs.Speed(backend=backend))
+    made = trainer(Words(), unit=unit, performance=hs.Performance(backend=backend))
     with pytest.raises(UnsupportedLayer, match="drop max_norm"):
         made.fit(private, run_dir=tmp_path)
 
@@ -156,7 +156,7 @@ def test_a_buffer_that_only_some_inputs_change_stays_as_it_was(
     monkeypatch.setattr("halfsilver.privacy.gradients.probe._EXTREMES", (torch.nan,))
     keeps = Keeps(way)
     model = nn.Sequential(keeps, nn.Linear(4, 2))
-    trainer(model, speed=hs.Speed(backend=backend)).fit(numbers(odd=True), run_dir=tmp_path)
+    trainer(model, performance=hs.Performance(backend=backend)).fit(numbers(odd=True), run_dir=tmp_path)
     assert float(keeps.largest) == (0.0 if way == "attribute" else 30.0)
     assert not [t for t in saved(tmp_path).values() if (t == ODD).any()]
 
@@ -185,7 +185,7 @@ def test_the_record_that_writes_contributes_nothing_and_the_others_all(
                 full,
                 ledger=Ledger.open(Path(folder) / "ledger.jsonl", unit=unit),
                 run_id="one",
-                speed=hs.Speed(backend=backend, micro_batch_size=16),
+                performance=hs.Performance(backend=backend, micro_batch_size=16),
             )
             return torch.cat([t.double().flatten() for t in source._clipped_sum().tensors])
 
@@ -226,7 +226,7 @@ def clipped_sum(
             plan,
             ledger=Ledger.open(Path(folder) / "ledger.jsonl", unit=unit),
             run_id="one",
-            speed=hs.Speed(backend=backend, micro_batch_size=16),
+            performance=hs.Performance(backend=backend, micro_batch_size=16),
         )
         for _ in range(steps):
             found = torch.cat([t.double().flatten() for t in source._clipped_sum().tensors])
@@ -519,11 +519,11 @@ def test_a_backend_that_is_given_as_an_object_is_stamped(tmp_path: Path) -> None
     """Nothing checks it; the library's own closed form for linear models needs no check."""
     model, linear = nn.Linear(4, 2), nn.Linear(4, 1, bias=False)
     x, y = numbers(odd=False)
-    mine = hs.Speed(backend=Vmap(model, classes, (x[:4], y[:4])))
-    said = trainer(model, speed=mine).fit((x, y), run_dir=tmp_path / "mine").statement
+    mine = hs.Performance(backend=Vmap(model, classes, (x[:4], y[:4])))
+    said = trainer(model, performance=mine).fit((x, y), run_dir=tmp_path / "mine").statement
     assert [reason.split(":")[0] for reason in said["not_private_because"]] == ["backend"]
     assert verify(tmp_path / "mine")["ok"]
-    closed = hs.Speed(backend=LinearModel(linear))
+    closed = hs.Performance(backend=LinearModel(linear))
     rows = with_row_norms(x, y.to(x.dtype))
-    said = trainer(linear, speed=closed).fit(rows, run_dir=tmp_path / "closed").statement
+    said = trainer(linear, performance=closed).fit(rows, run_dir=tmp_path / "closed").statement
     assert said["not_private_because"] == []

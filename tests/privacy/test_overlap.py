@@ -16,7 +16,7 @@ from halfsilver._core.tensors import Batch, flatten, map_batch, take_rows
 from halfsilver.privacy.copies import PublicCopies
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import UnsafeSeed
-from halfsilver.privacy.gradients import BACKENDS, Speed
+from halfsilver.privacy.gradients import BACKENDS, Performance
 from halfsilver.privacy.gradients.linear import LinearModel, with_row_norms
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
@@ -76,12 +76,12 @@ def release(*args: Any, **options: Any) -> Tensor:
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 def test_a_copy_of_a_public_row_changes_no_bit_of_a_release(tmp_path: Path, backend: Any) -> None:
     """Noise frozen, one piece of rows: the release is that of data without the copies, and not so without the guard."""
-    model, public, speed = nn.Linear(6, 3), rows(9, 1), Speed(backend=backend, micro_batch_size=64)
+    model, public, speed = nn.Linear(6, 3), rows(9, 1), Performance(backend=backend, micro_batch_size=64)
     private = with_copies(rows(40), public)
     found = {
-        "guarded": release(tmp_path / "a", private, public, model, speed=speed),
-        "absent": release(tmp_path / "b", without(private), None, model, speed=speed),
-        "open": release(tmp_path / "c", private, None, model, speed=speed),
+        "guarded": release(tmp_path / "a", private, public, model, performance=speed),
+        "absent": release(tmp_path / "b", without(private), None, model, performance=speed),
+        "open": release(tmp_path / "c", private, None, model, performance=speed),
     }
     assert torch.equal(found["guarded"], found["absent"])
     assert not torch.equal(found["open"], found["absent"])
@@ -92,7 +92,13 @@ def test_a_copy_changes_no_bit_in_the_closed_form(tmp_path: Path) -> None:
     public, private = (with_row_norms(x, y.float()) for x, y in (rows(9, 1), rows(40)))
     private = with_copies(private, public)
     found = [
-        release(tmp_path / str(i), data, shown, model, speed=Speed(backend=LinearModel(model), micro_batch_size=64))
+        release(
+            tmp_path / str(i),
+            data,
+            shown,
+            model,
+            performance=Performance(backend=LinearModel(model), micro_batch_size=64),
+        )
         for i, (data, shown) in enumerate(((private, public), (without(private), None), (private, None)))
     ]
     assert torch.equal(found[0], found[1])
@@ -104,7 +110,7 @@ def test_a_copy_changes_no_bit_across_pieces_and_out_of_a_data_set(tmp_path: Pat
     model, public, (x, y) = nn.Linear(6, 3), rows(9, 1), rows(40)
     listed = list(zip(x, y.tolist(), strict=True))
     copies = [(public[0][i], int(public[1][i])) for i in range(5)]
-    options: dict[str, Any] = {"public_example": (x[0], y[0]), "speed": Speed(micro_batch_size=16)}
+    options: dict[str, Any] = {"public_example": (x[0], y[0]), "performance": Performance(micro_batch_size=16)}
     guarded = release(tmp_path / "a", copies + listed, public, model, **options)
     assert torch.equal(guarded, release(tmp_path / "b", listed, None, model, **options))
     assert not torch.equal(guarded, release(tmp_path / "c", copies + listed, None, model, **options))
@@ -116,10 +122,10 @@ def test_a_user_keeps_the_rows_that_are_not_public(tmp_path: Path) -> None:
     keys = torch.arange(40) // 8
     keys[torch.tensor(COPIES[1:3])] = 99  # a user of copies only
     left = torch.tensor([i for i in range(40) if i not in COPIES])
-    speed = Speed(micro_batch_size=1)  # so that parts of users are empty, which `loss_fn` would not bear
-    guarded = release(tmp_path / "a", PrivateData(private, users=keys), public, model, speed=speed)
+    speed = Performance(micro_batch_size=1)  # so that parts of users are empty, which `loss_fn` would not bear
+    guarded = release(tmp_path / "a", PrivateData(private, users=keys), public, model, performance=speed)
     absent = PrivateData(without(private), users=keys[left])
-    assert torch.equal(guarded, release(tmp_path / "b", absent, None, model, speed=speed))
+    assert torch.equal(guarded, release(tmp_path / "b", absent, None, model, performance=speed))
 
 
 def test_the_guard_of_a_trainer_is_on_and_has_a_switch(tmp_path: Path) -> None:
@@ -136,7 +142,7 @@ def test_the_guard_of_a_trainer_is_on_and_has_a_switch(tmp_path: Path) -> None:
             optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
             plan=plan,
             mirror=hs.FirstOrder(0.7),
-            speed=Speed(micro_batch_size=64),
+            performance=Performance(micro_batch_size=64),
             unsafe_seed=1,
             **options,
         )

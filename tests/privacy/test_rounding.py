@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from halfsilver._core.tensors import Batch, LossFn, flatten
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.data import PrivateData
-from halfsilver.privacy.gradients import BACKENDS, Adding, Speed
+from halfsilver.privacy.gradients import BACKENDS, Adding, Performance
 from halfsilver.privacy.gradients.base import clip_and_sum, weighted_rows
 from halfsilver.privacy.gradients.linear import LinearModel, with_row_norms
 from halfsilver.privacy.ledger import Ledger
@@ -33,14 +33,19 @@ def outputs(model: Callable[..., Tensor], batch: Batch) -> Tensor:
 
 
 def clipped(
-    folder: Path, model: nn.Module, x: Any, speed: Speed, expected: int | None = None, loss: LossFn = outputs
+    folder: Path,
+    model: nn.Module,
+    x: Any,
+    performance: Performance,
+    expected: int | None = None,
+    loss: LossFn = outputs,
 ) -> Tensor:
     """The clipped sum of all rows, before the noise."""
     rows = len(x[0] if isinstance(x, tuple) else x)
     plan = PrivacyPlan(steps=1, sampling_rate=1.0, expected_batch_size=expected or rows, noise_multiplier=1.0)
     folder.mkdir()
     ledger = Ledger.open(folder / "ledger.jsonl")
-    source = PrivateGradient(model, loss, PrivateData(x), plan, ledger=ledger, run_id="run", speed=speed)
+    source = PrivateGradient(model, loss, PrivateData(x), plan, ledger=ledger, run_id="run", performance=performance)
     return flatten(source._clipped_sum().tensors)
 
 
@@ -69,7 +74,7 @@ def test_the_rounding_of_others_is_within_the_bound(backend: Any, blocks: int, t
     sums = []
     for name, x in (("with", front(first, others)), ("without", others)):
         rows = with_row_norms(x, -torch.ones(len(x))) if backend == "linear" else x
-        sums.append(clipped(tmp_path / name, model, rows, Speed(backend=made, micro_batch_size=4096)))
+        sums.append(clipped(tmp_path / name, model, rows, Performance(backend=made, micro_batch_size=4096)))
     assert 0.99 < float((sums[0] - sums[1]).norm()) <= 1.0
 
 
@@ -77,7 +82,7 @@ def test_the_rounding_of_others_is_within_the_bound(backend: Any, blocks: int, t
 def test_more_rows_than_were_declared_are_within_the_bound(backend: Any, tmp_path: Path) -> None:
     """The plan speaks of 64 rows, and there are 32,768."""
     model, others = nn.Linear(WIDTH, 1, bias=False), lost_ones(256)
-    first, speed = torch.zeros(WIDTH), Speed(backend=backend, micro_batch_size=4096)
+    first, speed = torch.zeros(WIDTH), Performance(backend=backend, micro_batch_size=4096)
     first[0] = -0.9995
     with_it, without = (
         clipped(tmp_path / str(len(x)), model, x, speed, expected=64) for x in (front(first, others), others)
@@ -123,7 +128,7 @@ class TestTimeAxis:
     ) -> None:
         monkeypatch.setattr("halfsilver.privacy.gradients.book.outer.fastest", lambda key, ways: ways[way]())
         model, others = nn.Linear(WIDTH, WIDTH, bias=False), self.others(2048)
-        first, speed = torch.zeros(self.STEPS, WIDTH), Speed(backend="book", micro_batch_size=self.ROWS)
+        first, speed = torch.zeros(self.STEPS, WIDTH), Performance(backend="book", micro_batch_size=self.ROWS)
         first[0, 0] = 0.999 / WIDTH**0.5
         without = clipped(tmp_path / "without", model, others, speed, expected)
         for sign in (1, -1):

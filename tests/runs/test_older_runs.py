@@ -27,14 +27,14 @@ def run(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ROOT / "tests" / "data" / "run-v1", tmp_path / "run"))
 
 
-def fit(folder: Path, plan: hs.PrivacyPlan = PLAN, **options: object) -> hs.RunResult:
+def fit(folder: Path, plan: hs.PrivacyPlan = PLAN, **options: object) -> hs.trainer.RunResult:
     model = torch.nn.Linear(4, 1)
     trainer = hs.Trainer(
         model,
         lambda m, b: m(b).square().squeeze(1),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         plan=plan,
-        speed=hs.Speed(backend="vmap"),
+        performance=hs.Performance(backend="vmap"),
     )
     return trainer.fit(torch.ones(100, 4), run_dir=folder, **options)  # type: ignore[arg-type]
 

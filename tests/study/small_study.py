@@ -15,14 +15,14 @@ import halfsilver as hs
 from halfsilver.study.problem import Problem
 from halfsilver.study.study import Request
 
-GRID = hs.Grid(cold=(0.5, 1.0), warm=(0.5, 1.0), pda=(1.0,), alpha_end=(0.9,))
+GRID = hs.study.Grid(cold=(0.5, 1.0), warm=(0.5, 1.0), pda=(1.0,), alpha_end=(0.9,))
 RECIPE = hs.Recipe(
     name="tiny",
     batch_size=20,
     epochs=2,
     public_batch_size=8,
     grid=GRID,
-    pretrain=hs.Pretrain(epochs=3),
+    pretrain=hs.study.Pretrain(epochs=3),
     average=0.9,
     lr_end=0.1,
 )

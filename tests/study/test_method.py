@@ -38,7 +38,7 @@ def shrunk(factor: float = 0.5, **changes: Any) -> hs.Method:
     return hs.Method(**{"name": "shrunk", "mirror": Shrink(factor), "against": "warm", **changes})
 
 
-def compare(out: Path, *methods: hs.Method | str) -> hs.Comparison:
+def compare(out: Path, *methods: hs.Method | str) -> hs.study.Comparison:
     data = records(200, 0), records(40, 1), records(100, 2)
     return hs.compare(
         make_model, loss_fn, *data, epsilon=5.0, delta=1e-4, population=200, recipe=RECIPE, seeds=2, methods=methods,
@@ -47,11 +47,11 @@ def compare(out: Path, *methods: hs.Method | str) -> hs.Comparison:
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> hs.Comparison:
+def study(tmp_path_factory: pytest.TempPathFactory) -> hs.study.Comparison:
     return compare(tmp_path_factory.mktemp("study"), PUBLIC, shrunk(), "warm")
 
 
-def test_a_users_map_is_an_arm_of_a_study(study: hs.Comparison) -> None:
+def test_a_users_map_is_an_arm_of_a_study(study: hs.study.Comparison) -> None:
     assert study.summary["methods"] == ["public", "warm", "shrunk"]
     assert list(study.verdict["means"]) == ["public", "warm", "shrunk"]
     assert "shrunk - warm" in [d["name"] for d in study.verdict["differences"]]
@@ -65,7 +65,7 @@ def test_a_users_map_is_an_arm_of_a_study(study: hs.Comparison) -> None:
     assert config["mirror"] == "Shrink(factor=0.5)"
 
 
-def test_it_stands_in_the_report(study: hs.Comparison, tmp_path: Path) -> None:
+def test_it_stands_in_the_report(study: hs.study.Comparison, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page = write_report(study.folder, tmp_path).read_text(encoding="utf-8")
     assert "The method shrunk " in page
@@ -76,7 +76,7 @@ def test_it_stands_in_the_report(study: hs.Comparison, tmp_path: Path) -> None:
     assert "one run of warm or shrunk on its own; public uses no private data" in page
 
 
-def test_another_map_under_its_name_is_noticed(study: hs.Comparison) -> None:
+def test_another_map_under_its_name_is_noticed(study: hs.study.Comparison) -> None:
     with pytest.raises(ConfigError, match=r"method shrunk.*Shrink\(factor=0.5\).*Shrink\(factor=0.25\)"):
         compare(study.folder, "public", "warm", shrunk(0.25))
     with pytest.raises(ConfigError, match="seeds of shrunk=0"):
@@ -84,7 +84,7 @@ def test_another_map_under_its_name_is_noticed(study: hs.Comparison) -> None:
     assert compare(study.folder, "public", "warm", shrunk()).summary["runs"] == study.summary["runs"]
 
 
-def test_the_four_are_recorded_by_name_alone(study: hs.Comparison) -> None:
+def test_the_four_are_recorded_by_name_alone(study: hs.study.Comparison) -> None:
     """So study.json of a study without other methods is what it was before methods were values."""
     assert set(read_json(study.folder / "study.json")["arms"]) == {"shrunk"}
 

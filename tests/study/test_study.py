@@ -152,7 +152,7 @@ def test_two_processes_cannot_work_in_one_study(tmp_path: Path) -> None:
 
 def test_a_start_of_another_recipe_is_refused(finished: Any) -> None:
     folder, _ = finished
-    other = replace(RECIPE, pretrain=hs.Pretrain(epochs=4))
+    other = replace(RECIPE, pretrain=hs.study.Pretrain(epochs=4))
     with pytest.raises(ConfigError, match="pretrain"):
         make_start(problem(), other, 0, folder / "start" / "seed-0.safetensors")
 
@@ -167,7 +167,7 @@ def test_starts_depend_on_the_seed_alone() -> None:
 
 
 def test_a_run_that_diverges_is_reported_as_such(tmp_path: Path) -> None:
-    grid = hs.Grid(cold=(1e30,), warm=(1e30,), pda=(1e30,), alpha_end=(0.9,))
+    grid = hs.study.Grid(cold=(1e30,), warm=(1e30,), pda=(1e30,), alpha_end=(0.9,))
     recipe = replace(RECIPE, grid=grid, average=None)
     x, y = records(50, 2)
     own = problem(test=(torch.cat([x, x]), torch.cat([y, 1 - y])))  # with each label: no weights are right by chance
@@ -245,7 +245,7 @@ def test_noise_is_fixed_once() -> None:
 
 
 def test_a_recipe_with_damping_takes_the_exact_step(tmp_path: Path) -> None:
-    exact = replace(RECIPE, damping=0.1, grid=hs.Grid(cold=(0.5,), warm=(0.5,), pda=(0.1, 0.3)))
+    exact = replace(RECIPE, damping=0.1, grid=hs.study.Grid(cold=(0.5,), warm=(0.5,), pda=(0.1, 0.3)))
     own, where = problem(), tmp_path / "start"
     make_start(own, exact, 0, where)
     job = Job(method=PDA, seed=0, setting=Setting(0.3), folder=tmp_path, start=where, ledger=tmp_path, delta=1e-4)

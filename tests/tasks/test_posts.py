@@ -66,7 +66,7 @@ def test_an_account_weighs_the_same_however_much_it_wrote(posts: Any) -> None:
 @pytest.mark.slow
 def test_four_methods_and_a_figure(posts: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = posts.WAYS["head"]
-    short = replace(full.recipe, epochs=2, pretrain=hs.Pretrain(epochs=1))
+    short = replace(full.recipe, epochs=2, pretrain=hs.study.Pretrain(epochs=1))
     monkeypatch.setattr(posts, "WAYS", {"head": replace(full, recipe=short, seeds=1)})
     monkeypatch.setattr(posts, "EPSILONS", (8.0,))
     monkeypatch.setattr(sys, "argv", ["posts.py", "head", "--data", str(data), "--out", str(tmp_path)])

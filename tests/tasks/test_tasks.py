@@ -16,7 +16,7 @@ from torch import Tensor
 import halfsilver as hs
 from halfsilver._core.tensors import flatten, take_rows, trainable
 from halfsilver.errors import ConfigError, DataMissing
-from halfsilver.privacy.gradients import BackendName, Speed
+from halfsilver.privacy.gradients import BackendName, Performance
 from halfsilver.study.problem import Problem
 from halfsilver.tasks import TASKS, cifar10, emnist, wikitext2
 from halfsilver.tasks.augment import mixed, recoloured, with_hole
@@ -288,7 +288,7 @@ def fit(problem: Problem, folder: Path, backend: BackendName = "auto", autocast:
         mirror=hs.FirstOrder(hs.cosine(end=0.9)),
         public_batch_size=4,
         metrics=problem.metrics,
-        speed=Speed(backend=backend, autocast=autocast),
+        performance=Performance(backend=backend, autocast=autocast),
         unsafe_seed=0,
         progress=False,
     )

@@ -117,7 +117,9 @@ def _train(folder: Path) -> None:
     model = torch.nn.Linear(2, 1)
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(adam, [2])
-    trainer = hs.Trainer(model, _loss, optimizer=adam, scheduler=scheduler, plan=_PLAN, speed=hs.Speed(backend="vmap"))
+    trainer = hs.Trainer(
+        model, _loss, optimizer=adam, scheduler=scheduler, plan=_PLAN, performance=hs.Performance(backend="vmap")
+    )
     trainer.fit(torch.ones(8, 2), run_dir=folder, delta=1e-5)
 
 

@@ -26,7 +26,7 @@ from halfsilver.privacy.entropy import Entropy, UnsafeSeed
 from halfsilver.privacy.gradients import base
 from halfsilver.privacy.gradients.base import ClippedSum
 from halfsilver.privacy.gradients.book import outer
-from halfsilver.privacy.gradients.book.contributions import SquaredNorms
+from halfsilver.privacy.gradients.book.example_gradients import SquaredNorms
 from halfsilver.privacy.gradients.hooks import OpacusHooks
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient

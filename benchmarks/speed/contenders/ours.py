@@ -21,7 +21,7 @@ from halfsilver import FirstOrder, PrivacyPlan
 from halfsilver._core.tensors import Tensors, take_rows, trainable
 from halfsilver.mirror import Clock, PublicLoss, Step
 from halfsilver.privacy.data import PrivateData
-from halfsilver.privacy.gradients import Speed
+from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.gradients.linear import LinearModel, with_row_norms
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
@@ -48,7 +48,7 @@ class Ours:
             self._plan(),
             ledger=Ledger.open(folder / "ledger.jsonl"),
             run_id="speed",
-            speed=self._speed(options),
+            performance=self._speed(options),
         )
         self.rows = self._source._batches.rows
         self.detail = f"backend {self._source._backend.name}, {self.rows} rows at once"
@@ -69,11 +69,11 @@ class Ours:
             max_grad_norm=self._workload.clip,
         )
 
-    def _speed(self, options: Options) -> Speed:
+    def _speed(self, options: Options) -> Performance:
         if self._workload.linear:
             assert isinstance(self._model, nn.Linear)
-            return Speed(backend=LinearModel(self._model), micro_batch_size=_LINEAR_ROWS)
-        return Speed(backend=options.backend)  # type: ignore[arg-type] # the library checks the name
+            return Performance(backend=LinearModel(self._model), micro_batch_size=_LINEAR_ROWS)
+        return Performance(backend=options.backend)  # type: ignore[arg-type] # the library checks the name
 
     def step(self) -> None:
         direction = self._direction(self._source.release())

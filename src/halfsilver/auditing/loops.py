@@ -39,7 +39,7 @@ from halfsilver.mirror import (
     cosine,
 )
 from halfsilver.privacy.data import PrivateData
-from halfsilver.privacy.gradients import BackendName, Speed
+from halfsilver.privacy.gradients import BackendName, Performance
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.users import InProcess, PrivateUsers
 from halfsilver.trainer import Trainer
@@ -91,7 +91,7 @@ def trainer_loop(name: str, backend: BackendName = "book", mirror: MirrorMap | N
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
         plan=plan_of(),
         mirror=mirror or Euclidean(),
-        speed=Speed(backend=backend, micro_batch_size=_MICRO_BATCH),
+        performance=Performance(backend=backend, micro_batch_size=_MICRO_BATCH),
     )
     return Audited(trainer=trainer, rows=synthetic(), public=mirror and synthetic(40, seed=1), name=name, **options)
 

@@ -81,7 +81,7 @@ class Audited:
 
     def _trainer(self, model: Banked, plan: PrivacyPlan, mirror: WatchedMap, unsafe_seed: int | None) -> Trainer:
         trainer = self.trainer
-        require(isinstance(trainer.speed.backend, str), "backend", trainer.speed.backend, "to be a name")
+        require(isinstance(trainer.performance.backend, str), "backend", trainer.performance.backend, "to be a name")
         return replace(
             trainer,
             model=model,

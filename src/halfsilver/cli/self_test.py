@@ -24,7 +24,7 @@ from halfsilver._core.random import own_randomness
 from halfsilver._core.tensors import Tensors, flatten, norm, take_rows, trainable
 from halfsilver.errors import HalfsilverError, MissingExtra, RunFolderBusy
 from halfsilver.privacy.data import PrivateData
-from halfsilver.privacy.gradients import BACKENDS, Speed, make_backend
+from halfsilver.privacy.gradients import BACKENDS, Performance, make_backend
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.plan import PrivacyPlan
@@ -85,7 +85,7 @@ def _backends() -> Iterator[Check]:
     for name in BACKENDS:
         ok, found = True, ""
         try:
-            backend = make_backend(Speed(backend=name), model, _loss, batch)  # type: ignore[arg-type]
+            backend = make_backend(Performance(backend=name), model, _loss, batch)  # type: ignore[arg-type]
             sums = backend.clipped_sum(batch, _CLIP).tensors
             apart = norm([a - b for a, b in zip(sums, expected, strict=True)]) / _CLIP
             ok, found = apart <= _CLOSE, f"{apart:.1g} clip norms from autograd, one example at a time"
@@ -152,7 +152,7 @@ def _noise(folder: Path) -> Iterator[Check]:
         plan,
         ledger=Ledger.open(folder / "ledger"),
         run_id="doctor",
-        speed=Speed(backend="vmap", micro_batch_size=4),
+        performance=Performance(backend="vmap", micro_batch_size=4),
     )
     scale = plan.noise_multiplier * plan.max_grad_norm / plan.expected_batch_size
     draws = [(flatten(source.release()).double() / scale).numpy() for _ in range(2)]

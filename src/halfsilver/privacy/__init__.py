@@ -8,7 +8,7 @@
 5. ``data.py``, ``schema.py``, ``silence.py``: how a record is read, and what happens if it cannot be.
 6. ``gradients/base.py``: clipping, its margin, and the contract of backends; then ``gradients/vmap.py``, the simplest
    backend, and ``gradients/probe.py``, which checks the others against it on made-up rows.
-7. ``gradients/book/``: the fast kernels, each held to the contract in ``gradients/book/contributions.py``.
+7. ``gradients/book/``: the fast kernels, each held to the contract in ``gradients/book/example_gradients.py``.
 8. ``users/``: ``source.py``, ``fold.py``, ``engine.py``: the same release with users in place of examples.
 9. ``copies.py``, ``recognise.py``, ``count.py``, ``arrays.py``: helpers. ``metrics.py`` is outside the guarantee.
 """

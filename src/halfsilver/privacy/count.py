@@ -9,7 +9,7 @@ import torch
 from halfsilver._core.tensors import Batch, batch_rows
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
-from halfsilver.privacy.gradients import Adding, ClippedSum, Speed
+from halfsilver.privacy.gradients import Adding, ClippedSum, Performance
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.plan import PrivacyPlan
@@ -81,7 +81,7 @@ def noisy_count(
         plan,
         ledger=ledger,
         run_id=run_id,
-        speed=Speed(backend=_Ones(), micro_batch_size=4096),
+        performance=Performance(backend=_Ones(), micro_batch_size=4096),
         entropy=OsEntropy() if unsafe_seed is None else UnsafeSeed(unsafe_seed),
     )
     count = float(source.release()[0])

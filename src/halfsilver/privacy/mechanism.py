@@ -18,7 +18,7 @@ from halfsilver.errors import ConfigError
 from halfsilver.privacy.batches import PrivateBatches
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import Entropy, OsEntropy
-from halfsilver.privacy.gradients import ClippedSum, GradientBackend, Speed, make_backend
+from halfsilver.privacy.gradients import ClippedSum, GradientBackend, Performance, make_backend
 from halfsilver.privacy.gradients.base import Adding
 from halfsilver.privacy.gradients.probe import PROBE_ROWS, probe
 from halfsilver.privacy.gradients.rows import default_rows, fastest_rows, padded_rows
@@ -59,11 +59,11 @@ class PrivateGradient:
         public_example: Any = None,
         public_rows: Iterable[Batch] = (),
         probe_rows: Batch | None = None,
-        speed: Speed | None = None,
+        performance: Performance | None = None,
         entropy: Entropy | None = None,
         world: World | None = None,
     ) -> None:
-        self.plan, self._speed = plan, speed or Speed()
+        self.plan, self._performance = plan, performance or Performance()
         self._world, self._entropy = world or World(), entropy or OsEntropy()
         self._given, self._model = model, whole_model(model)
         self._params = trainable(model)
@@ -74,11 +74,11 @@ class PrivateGradient:
                 private, plan, self._params, public_example=public_example, public_rows=public_rows, world=self._world
             )
             self._backend = self._checked_backend(loss_fn, probe_rows)
-            rows = self._speed.micro_batch_size or self._choose_rows()
+            rows = self._performance.micro_batch_size or self._choose_rows()
         rows = self._world.from_lead(lambda: rows)  # one measurement for all: the slowest rank sets the pace
         with self._world.together(), untouched(self._model):
             self._batches.use(rows, padded_rows(rows))
-            precise = self._speed.precise(loss_fn)
+            precise = self._performance.precise(loss_fn)
             self._passes = PrivatePasses(
                 self._model, precise, self._backend, self._batches, plan.max_grad_norm, adding, self._world.size
             )
@@ -146,15 +146,15 @@ class PrivateGradient:
     # ---- at the start, on made-up and public rows
 
     def _checked_backend(self, loss_fn: LossFn, public: Batch | None) -> GradientBackend:
-        speed = self._speed
-        if not isinstance(speed.backend, str):
+        performance = self._performance
+        if not isinstance(performance.backend, str):
             if self._model is not self._given:
                 raise ConfigError("Expected the name of a backend for sharded parameters, not an object made for them.")
-            return speed.backend
+            return performance.backend
         made_up = self._batches.made_up(PROBE_ROWS)
         alike = None if public is None else self._batches.in_private_form(public)
-        probe(self._model, speed.precise(loss_fn), made_up, alike)
-        return make_backend(speed, self._model, loss_fn, made_up)
+        probe(self._model, performance.precise(loss_fn), made_up, alike)
+        return make_backend(performance, self._model, loss_fn, made_up)
 
     def _choose_rows(self) -> int:
         """As many as run fastest. A user's records are not clipped one by one, and are read in parts of fixed size."""

@@ -170,5 +170,5 @@ class PrivatePasses:
         except _NO_MEMORY:
             rows = batch_rows(self._batches.padding)
             raise MemoryError(
-                f"There is not enough memory for a private pass over {rows} rows. Set Speed(micro_batch_size=...)."
+                f"There is not enough memory for a private pass over {rows} rows. Set a smaller micro_batch_size."
             ) from None

@@ -138,7 +138,7 @@ def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Job, p
         scheduler=torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: falling(step / steps, recipe.lr_end)),
         average=recipe.average,
         metrics=problem.metrics,
-        speed=precision(recipe),
+        performance=precision(recipe),
         checkpoint_seconds=_CHECKPOINT_SECONDS,
     )
 

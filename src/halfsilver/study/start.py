@@ -14,7 +14,7 @@ from halfsilver._core.random import own_randomness
 from halfsilver._core.tensors import trainable
 from halfsilver.errors import ConfigError
 from halfsilver.mirror import pretrain
-from halfsilver.privacy.gradients import Speed
+from halfsilver.privacy.gradients import Performance
 from halfsilver.runs import checkpoint
 from halfsilver.study.problem import Problem, Recipe
 
@@ -69,6 +69,6 @@ def _pretrain(model: nn.Module, problem: Problem, recipe: Recipe, seed: int) -> 
     return {"best_epoch": result.best_epoch, "history": curve}
 
 
-def precision(recipe: Recipe) -> Speed:
+def precision(recipe: Recipe) -> Performance:
     autocast = None if recipe.autocast is None else getattr(torch, recipe.autocast)
-    return Speed(autocast=autocast, micro_batch_size=recipe.micro_batch_size)
+    return Performance(autocast=autocast, micro_batch_size=recipe.micro_batch_size)

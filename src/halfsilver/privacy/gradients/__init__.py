@@ -23,7 +23,7 @@ from halfsilver.privacy.gradients.hooks import OpacusHooks
 from halfsilver.privacy.gradients.linear import LinearModel
 from halfsilver.privacy.gradients.vmap import Vmap
 
-__all__ = ["BACKENDS", "Adding", "ClippedSum", "GradientBackend", "Speed", "make_backend"]
+__all__ = ["BACKENDS", "Adding", "ClippedSum", "GradientBackend", "Performance", "make_backend"]
 
 BackendName = Literal["auto", "book", "vmap", "hooks"]
 
@@ -39,7 +39,7 @@ _log = logging.getLogger("halfsilver")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speed:
+class Performance:
     """Options that change speed and memory only: no value here can weaken the guarantee.
 
     `micro_batch_size` is how many examples are in memory at once; a logical batch may be any size. Without it, the
@@ -79,28 +79,32 @@ class Speed:
         return loss
 
 
-def make_backend(speed: Speed, model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> GradientBackend:
+def make_backend(performance: Performance, model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> GradientBackend:
     """The backend that was asked for, checked against the oracle on made-up examples."""
-    if not isinstance(speed.backend, str):
-        return speed.backend
-    if speed.backend == "auto":
-        return _first_that_works(speed, model, loss_fn, example)
-    if speed.backend not in BACKENDS:
-        raise ConfigError(f"Expected backend={speed.backend!r} in {('auto', *BACKENDS)}.")
-    return _checked(speed.backend, speed, model, loss_fn, example)
+    if not isinstance(performance.backend, str):
+        return performance.backend
+    if performance.backend == "auto":
+        return _first_that_works(performance, model, loss_fn, example)
+    if performance.backend not in BACKENDS:
+        raise ConfigError(f"Expected backend={performance.backend!r} in {('auto', *BACKENDS)}.")
+    return _checked(performance.backend, performance, model, loss_fn, example)
 
 
-def _first_that_works(speed: Speed, model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> GradientBackend:
+def _first_that_works(
+    performance: Performance, model: torch.nn.Module, loss_fn: LossFn, example: Batch
+) -> GradientBackend:
     opacus = ["hooks"] if importlib.util.find_spec("opacus") is not None else []
     for name in ("book", *opacus):
         try:
-            return _checked(name, speed, model, loss_fn, example)
+            return _checked(name, performance, model, loss_fn, example)
         except HalfsilverError as error:
             _log.info("backend=%r does not serve this model: %s", name, error)
-    return _checked("vmap", speed, model, loss_fn, example)
+    return _checked("vmap", performance, model, loss_fn, example)
 
 
-def _checked(name: str, speed: Speed, model: torch.nn.Module, loss_fn: LossFn, example: Batch) -> GradientBackend:
+def _checked(
+    name: str, performance: Performance, model: torch.nn.Module, loss_fn: LossFn, example: Batch
+) -> GradientBackend:
     """Hold a backend against one-example-at-a-time gradients: hooks can miss a parameter without a word.
 
     Without dropout, and at a clip norm that every made-up example exceeds: a wrong norm shows only where it clips. At
@@ -118,8 +122,8 @@ def _checked(name: str, speed: Speed, model: torch.nn.Module, loss_fn: LossFn, e
         clip = 0.5 * float(norms.min())
         expected = oracle.clipped_sum(example, clip)
         _require_close(name, backend, example, clip, expected, _EXACT)
-        if speed.autocast is not None:
-            backend = BACKENDS[name](model, speed.precise(loss_fn), example)
+        if performance.autocast is not None:
+            backend = BACKENDS[name](model, performance.precise(loss_fn), example)
             _require_close(name, backend, example, clip, expected, _ROUGH)
             _require_bounded(name, backend, example, clip)
     return backend

@@ -19,7 +19,7 @@ from halfsilver.privacy.gradients.base import (
     require_weighable,
     row_norms,
 )
-from halfsilver.privacy.gradients.book.contributions import Contribution, Materialised
+from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients, Materialised
 from halfsilver.privacy.gradients.book.kernels import Kernel, kernels_for
 from halfsilver.privacy.gradients.book.tape import Tape
 from halfsilver.privacy.gradients.book.tune import tuning
@@ -29,15 +29,15 @@ _SHARE_OF_SLACK = 2e-3
 # Entries up to which the gradients of several parameters are put together.
 _SMALL = 2048
 
-Group = tuple[list[int], Contribution]
+Group = tuple[list[int], ExampleGradients]
 
 
 @final
 class BookKeeping:
-    """Norms and sums from layer inputs and output gradients. A module without a kernel uses the slower `Fallback`.
+    """Norms and sums from layer inputs and output gradients. A module without a kernel uses the slower `AnyModule`.
 
-    With squared norms n_i^2 from `Contribution.norms` and weights w_i = min(1, C / ((1 + margin) n_i)), the result is
-    sum_i w_i G_i from `Contribution.weighted_sum`. A row whose terms nearly cancel is multiplied out in float64.
+    With squared norms n_i^2 from `ExampleGradients.norms` and weights w_i = min(1, C / ((1 + margin) n_i)), the result
+    is sum_i w_i G_i from `ExampleGradients.weighted_sum`. A row whose terms nearly cancel is multiplied out in float64.
 
     References:
         - Bu, Wang, Zha and Karypis 2023, Differentially Private Optimization on Large Model at Small Cost,
@@ -80,7 +80,7 @@ class BookKeeping:
             total.add_(_direct(found, params, row, max_grad_norm, tau))
         return total
 
-    def _contributions(self, batch: Batch) -> list[Contribution | None]:
+    def _contributions(self, batch: Batch) -> list[ExampleGradients | None]:
         params = trainable(self._model)
         tape = Tape(batch_rows(batch), params[0].device)
         batch = map_batch(torch.Tensor.detach, batch)  # data that asks for a gradient would hide the first layer
@@ -89,7 +89,7 @@ class BookKeeping:
         return tape.contributions(params)
 
 
-def _groups(found: list[Contribution | None]) -> list[Group]:
+def _groups(found: list[ExampleGradients | None]) -> list[Group]:
     """Contributions with their parameters. Small ones are put together, because each call has a fixed cost."""
     parts = [(i, c) for i, c in enumerate(found) if c is not None]
     small = {i: c.flat for i, c in parts if isinstance(c, Materialised) and c.flat.shape[1] <= _SMALL}
@@ -121,7 +121,7 @@ def _weighted_sums(groups: list[Group], params: Tensors, weights: Tensor, adding
 
 
 def _direct(
-    found: list[Contribution | None], params: Tensors, row: int, max_grad_norm: float, tau: float
+    found: list[ExampleGradients | None], params: Tensors, row: int, max_grad_norm: float, tau: float
 ) -> ClippedSum:
     """One example whose factors cancel, multiplied out in float64: norm and sum read the same numbers."""
     one = slice(row, row + 1)

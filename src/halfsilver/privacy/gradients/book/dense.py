@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients.base import at_least_float32
-from halfsilver.privacy.gradients.book.contributions import Materialised
+from halfsilver.privacy.gradients.book.example_gradients import Materialised
 from halfsilver.privacy.gradients.book.outer import OneHot, Outer
 from halfsilver.privacy.gradients.book.tape import Tape, Unchanged, detached
 

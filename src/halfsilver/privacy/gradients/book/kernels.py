@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from halfsilver.privacy.gradients.book.any_module import AnyModule
 from halfsilver.privacy.gradients.book.conv.layer import conv
 from halfsilver.privacy.gradients.book.dense import embedding, linear
-from halfsilver.privacy.gradients.book.fallback import Fallback
 from halfsilver.privacy.gradients.book.norms import group_norm, layer_norm, rms_norm
 from halfsilver.privacy.gradients.book.recurrent.elman import elman
 from halfsilver.privacy.gradients.book.recurrent.gru import gru
@@ -41,7 +41,7 @@ def _walk(name: str, module: nn.Module) -> Iterator[tuple[nn.Module, Kernel]]:
     if kernel is not None:
         yield module, kernel
     elif _owns_parameters(module) or hasattr(module, "parametrizations"):
-        yield module, Fallback(name, module)
+        yield module, AnyModule(name, module)
     else:
         for child_name, child in module.named_children():
             yield from _walk(f"{name}.{child_name}".lstrip("."), child)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfsilver.privacy.gradients.base import at_least_float32
-from halfsilver.privacy.gradients.book.contributions import Materialised
+from halfsilver.privacy.gradients.book.example_gradients import Materialised
 from halfsilver.privacy.gradients.book.tape import Tape, Unchanged, detached
 
 OneNumberEach = Callable[[Tensor], Tensor]  # of an activation: [rows, *shape of the weight]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from halfsilver.privacy.gradients.base import Adding, at_least_float32, row_norms
-from halfsilver.privacy.gradients.book.contributions import Contribution, Materialised, SquaredNorms, one_by_one
+from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients, Materialised, SquaredNorms, one_by_one
 from halfsilver.privacy.gradients.book.tune import fastest
 
 # Width of factors, and number of terms, that are converted to float64 at once.
@@ -120,7 +120,7 @@ class Outer:
         return out.reshape(len(right), *self.shape)
 
 
-def combine(parts: Sequence[Contribution]) -> Contribution:
+def combine(parts: Sequence[ExampleGradients]) -> ExampleGradients:
     """All uses of one parameter: one, or several where weights are tied or a module is called more than once."""
     outers = [part for part in parts if isinstance(part, Outer)]
     if len(parts) == 1:
@@ -131,11 +131,11 @@ def combine(parts: Sequence[Contribution]) -> Contribution:
     return Materialised(torch.stack(gradients).sum(0))
 
 
-def _fastest(factors: Outer) -> Contribution:
+def _fastest(factors: Outer) -> ExampleGradients:
     """The factors as they are, or multiplied out where that is measured to be faster."""
     left, right, entries = factors.left, factors.right, math.prod(factors.shape)
     rows, steps, width = right.shape
-    ways: dict[str, Callable[[], Contribution]] = {"gram": lambda: factors}
+    ways: dict[str, Callable[[], ExampleGradients]] = {"gram": lambda: factors}
     if steps > 1 and isinstance(left, Tensor) and rows * entries <= _LARGEST // 2:
         ways["multiply"] = lambda: Materialised(factors.gradients(slice(None), right.dtype))
         if rows * steps**2 > _LARGEST or steps * (left.shape[2] + width) > entries:

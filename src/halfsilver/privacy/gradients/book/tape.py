@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfsilver._core.tensors import Tensors
 from halfsilver.errors import UnsupportedLayer
-from halfsilver.privacy.gradients.book.contributions import Contribution
+from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients
 from halfsilver.privacy.gradients.book.outer import combine
 
 
@@ -25,7 +25,7 @@ class Tape:
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows = rows
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self._found: dict[Tensor, list[Contribution]] = {}
+        self._found: dict[Tensor, list[ExampleGradients]] = {}
 
     def tap(self, out: Tensor, then: Callable[[Tensor], None]) -> Tensor:
         """`out` itself, with `then` called on its gradient during the backward pass."""
@@ -36,7 +36,7 @@ class Tape:
         out.register_hook(lambda g: then(g.detach()))  # type: ignore[no-untyped-call]
         return out
 
-    def add(self, parameter: Tensor | None, contribution: Callable[[], Contribution]) -> None:
+    def add(self, parameter: Tensor | None, contribution: Callable[[], ExampleGradients]) -> None:
         """Note a contribution to `parameter`, unless that is None or frozen."""
         if parameter is None or not parameter.requires_grad:
             return
@@ -56,7 +56,7 @@ class Tape:
             if any(g is not None for g in missed):
                 raise UnsupportedLayer("A weight is used outside of its module. Use backend='vmap'.")
 
-    def contributions(self, parameters: Tensors) -> list[Contribution | None]:
+    def contributions(self, parameters: Tensors) -> list[ExampleGradients | None]:
         """One contribution a parameter, over all uses of it; None where the losses do not depend on it."""
         if not self._found.keys() <= set(parameters):
             raise UnsupportedLayer("A module's weights were exchanged while it ran. Use backend='vmap'.")

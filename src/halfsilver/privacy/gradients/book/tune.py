@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from halfsilver.privacy.gradients.base import Adding, clock
-from halfsilver.privacy.gradients.book.contributions import Contribution
+from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients
 
 _ROUNDS = 5
 _choices: dict[tuple[Any, ...], str] = {}
@@ -27,7 +27,7 @@ def tuning(adding: Adding) -> Iterator[None]:
         _measuring = None
 
 
-def fastest(key: tuple[Any, ...], ways: Mapping[str, Callable[[], Contribution]]) -> Contribution:
+def fastest(key: tuple[Any, ...], ways: Mapping[str, Callable[[], ExampleGradients]]) -> ExampleGradients:
     """The contribution made in the way that was fastest for `key`; in the first way while nothing was measured."""
     key = (*key, tuple(ways), torch.get_num_threads())
     if _measuring and key not in _choices and len(ways) > 1:
@@ -36,7 +36,7 @@ def fastest(key: tuple[Any, ...], ways: Mapping[str, Callable[[], Contribution]]
     return ways[_choices.get(key, next(iter(ways)))]()
 
 
-def _seconds(make: Callable[[], Contribution], adding: Adding) -> float:
+def _seconds(make: Callable[[], ExampleGradients], adding: Adding) -> float:
     started = clock()
     contribution = make()
     contribution.norms()

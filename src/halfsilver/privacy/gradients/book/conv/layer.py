@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients.base import at_least_float32
-from halfsilver.privacy.gradients.book.contributions import Contribution, Materialised
 from halfsilver.privacy.gradients.book.conv.gram import Gram, gram_is_small
 from halfsilver.privacy.gradients.book.conv.lines import lines
 from halfsilver.privacy.gradients.book.conv.ways import Products, Reordered, columns, grouped
+from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients, Materialised
 from halfsilver.privacy.gradients.book.tape import Tape, Unchanged, detached
 from halfsilver.privacy.gradients.book.tune import fastest
 
@@ -56,14 +56,14 @@ def _padded(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int
     return F.pad(x, module._reversed_padding_repeated_twice, mode=mode), (0,) * len(before)
 
 
-def _weight(module: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, padding: tuple[int, ...]) -> Contribution:
+def _weight(module: nn.Conv1d | nn.Conv2d, x: Tensor, g: Tensor, padding: tuple[int, ...]) -> ExampleGradients:
     products = Products.of(module, x, g, padding)
     layout = "last" if x.stride(1) == 1 else "first"
     key = ("conv", x.dtype, tuple(x.shape), tuple(module.weight.shape), products.geometry, module.groups, layout)
     return fastest(key, weight_ways(products, len(x), module.weight.shape))
 
 
-def weight_ways(products: Products, examples: int, shape: torch.Size) -> dict[str, Callable[[], Contribution]]:
+def weight_ways(products: Products, examples: int, shape: torch.Size) -> dict[str, Callable[[], ExampleGradients]]:
     """All ways to hold the weight's gradients that are worth a trial at these shapes.
 
     They hold float32 or more, so that norm and sum read the same numbers at that precision.
@@ -73,7 +73,7 @@ def weight_ways(products: Products, examples: int, shape: torch.Size) -> dict[st
     def precise() -> Products:
         return products.to(torch.promote_types(products.g.dtype, torch.float32))
 
-    ways: dict[str, Callable[[], Contribution]] = {}
+    ways: dict[str, Callable[[], ExampleGradients]] = {}
     if not small or examples * shape.numel() <= _LARGEST:
         ways["lines"] = lambda: Reordered(_by_example(at_least_float32(lines(products)), examples), restore)
         ways["columns"] = lambda: Materialised(at_least_float32(columns(products)).reshape(examples, *shape))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfsilver.privacy.gradients.base import Adding, row_norms, weighted_rows
-from halfsilver.privacy.gradients.book.contributions import SquaredNorms
+from halfsilver.privacy.gradients.book.example_gradients import SquaredNorms
 
 # Numbers of one unfolded input: small enough to stay in a core's cache, and for malloc to use the memory again.
 _CACHED = 2**19

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from halfsilver.errors import UnsupportedLayer
-from halfsilver.privacy.gradients.book.contributions import Materialised
+from halfsilver.privacy.gradients.book.example_gradients import Materialised
 from halfsilver.privacy.gradients.book.outer import Outer, SharedLeft
 from halfsilver.privacy.gradients.book.tape import Tape, Unchanged
 

@@ -25,7 +25,7 @@ class SquaredNorms:
     steps: int = 1
 
 
-class Contribution(Protocol):
+class ExampleGradients(Protocol):
     """The per-example gradients G_i of one parameter, i = 0 .. rows - 1, in whatever form.
 
     Guarantee of every implementation: row i of each result depends on row i of the batch alone, and |G_i|^2, measured
@@ -49,7 +49,7 @@ class Contribution(Protocol):
         ...
 
 
-def one_by_one(contribution: Contribution, weights: Tensor) -> Tensor:
+def one_by_one(contribution: ExampleGradients, weights: Tensor) -> Tensor:
     """The weighted sum of rows that are multiplied out one at a time, so that terms of different rows do not mix."""
     chosen = weights.nonzero().flatten().tolist()
     total = contribution.gradients(slice(0, 0), torch.float64).sum(0)

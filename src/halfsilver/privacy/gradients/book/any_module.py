@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from halfsilver._core.tensors import Tensors
 from halfsilver.errors import UnsupportedLayer
-from halfsilver.privacy.gradients.book.contributions import Materialised
+from halfsilver.privacy.gradients.book.example_gradients import Materialised
 from halfsilver.privacy.gradients.book.tape import Tape
 
 OneExample = Callable[[dict[str, Tensor], Tensors], Tensors]  # (weights, tensors without the example dimension)
@@ -27,7 +27,7 @@ _log = logging.getLogger("halfsilver")
 
 
 @final
-class Fallback:
+class AnyModule:
     """Stands in for `module.forward`, for a module and all below it that no kernel covers."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
