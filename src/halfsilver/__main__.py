@@ -1,11 +1,11 @@
-"""The entry point: what the command line ends with when it does not end well.
+"""The entry point, and the exit codes of the command line.
 
 | exit code | |
 |---|---|
-| 0 | all is well |
-| 1 | asked rightly, and the answer is no: an alarm, a check that failed, a budget that is spent |
-| 2 | asked wrongly: an option, a name, a file, an extra that is not installed |
-| 3 | `halfsilver overlap` found copies |
+| 0 | success |
+| 1 | correct usage with a negative result: an alarm, a failed check, a spent budget |
+| 2 | wrong usage: an option, a name, a file, an extra that is not installed |
+| 3 | `halfsilver overlap` detected copies |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WRONG_USE = (ConfigError, DataMissing, FileNotFoundError, MissingExtra, Private
 
 
 def main() -> None:
-    """Run the command line: what we or the operating system refuse is one line on stderr; a traceback is a bug."""
+    """Run the command line. Expected errors are one line on stderr, so a traceback is a bug."""
     try:
         from halfsilver.cli.app import app  # here, because the extra may be missing
 

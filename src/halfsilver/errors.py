@@ -108,11 +108,11 @@ class MissingExtra(HalfsilverError, ImportError):
     """
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; get it with: pip install 'halfsilver[{extra}]'")
+        super().__init__(f"{package} is not installed. Install it with: pip install 'halfsilver[{extra}]'")
 
 
 class PlatformUnsupported(HalfsilverError):
-    """The operating system lacks something that the ledger's guarantee needs."""
+    """The operating system lacks a feature that the ledger's guarantee needs."""
 
 
 def require(condition: bool, name: str, value: object, expected: str, hint: str = "") -> None:

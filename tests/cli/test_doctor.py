@@ -18,9 +18,6 @@ from halfsilver.cli import self_test as doctor
 from halfsilver.privacy.entropy import UnsafeSeed
 from halfsilver.privacy.gradients import BACKENDS, ClippedSum
 from halfsilver.privacy.gradients.vmap import Vmap
-from halfsilver.tasks import TASKS
-from halfsilver.tasks.recipes import load, names
-from halfsilver.tasks.recipes.schema import recipe_schema
 
 
 def ask(folder: Path) -> tuple[int, dict[str, Any]]:
@@ -102,49 +99,3 @@ def test_a_disk_that_refuses_and_locks_that_do_not_hold_are_illnesses(
     code, report = ask(tmp_path)
     assert (code, failed(report)) == (1, {"folder"})
     assert failed(ask(tmp_path / "absent")[1]) == {"folder"}
-
-
-# ---- schema
-
-
-def allowed(value: Any, schema: dict[str, Any]) -> bool:
-    """As much of JSON schema as `recipe_schema` uses."""
-    kinds: dict[str, Any] = {
-        "integer": int,
-        "number": (int, float),
-        "string": str,
-        "boolean": bool,
-        "array": list,
-        "object": dict,
-    }
-    if not isinstance(value, kinds[schema["type"]]) or (isinstance(value, bool) and schema["type"] != "boolean"):
-        return False
-    if isinstance(value, list):
-        return all(allowed(v, schema["items"]) for v in value)
-    if not isinstance(value, dict) or "properties" not in schema:
-        return True
-    alternatives = schema.get("oneOf", [{"required": []}])
-    known = schema["properties"]
-    return (
-        set(schema["required"]) <= set(value) <= set(known)
-        and sum(set(a["required"]) <= set(value) for a in alternatives) == 1
-        and all(allowed(v, known[k]) for k, v in value.items())
-    )
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_the_schema_takes_every_recipe_and_nothing_unknown(task: str) -> None:
-    import tomllib
-    from importlib.resources import files
-
-    schema = json.loads(CliRunner().invoke(cli.app, ["schema"]).stdout)
-    assert schema == recipe_schema()
-    for name in names(task):
-        load(task, name)
-        table = tomllib.loads((files("halfsilver.tasks.recipes") / f"{task}-{name}.toml").read_text())
-        assert allowed(table, schema)
-        recipe = table["recipe"]
-        assert not allowed({**table, "extra": 1}, schema)
-        assert not allowed({**table, "recipe": {**recipe, "batch_size": "8"}}, schema)
-        assert not allowed({**table, "recipe": {k: v for k, v in recipe.items() if k != "grid"}}, schema)
-        assert not allowed({**table, "recipe": {**recipe, "grid": {**recipe["grid"], "alpha": [1.0]}}}, schema)

@@ -31,6 +31,7 @@ from halfsilver.mirror import (
     FallBack,
     FirstOrder,
     MirrorMap,
+    Momentum,
     PublicLoss,
     Quadratic,
     chain,
@@ -52,6 +53,7 @@ MAPS: dict[str, MirrorMap] = {
     "Quadratic": Quadratic(damping=0.5, normalize=False, dense_limit=0),
     "Bregman": Bregman(damping=0.5),
     "DualAveraging": DualAveraging(damping=0.5),
+    "Momentum": chain(Momentum(0.9), FirstOrder(0.7)),
     "chain": chain(clip_released(0.1), FirstOrder(0.7)),
 }
 _MICRO_BATCH = 128

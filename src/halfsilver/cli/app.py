@@ -28,9 +28,11 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-SamplingRate = Annotated[float, typer.Option(help="Probability that an example is in a step's batch; 1: all of them.")]
-Steps = Annotated[int, typer.Option(help="Number of private steps.")]
-Delta = Annotated[float, typer.Option(help="Delta of the guarantee.")]
+SamplingRate = Annotated[
+    float, typer.Option(help="Probability that an example is in a step's batch, in (0, 1]. 1 uses every example.")
+]
+Steps = Annotated[int, typer.Option(help="Number of private steps, at least 1.")]
+Delta = Annotated[float, typer.Option(help="Delta of the guarantee, well below 1 / number of records.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -44,21 +46,21 @@ def _version(asked: bool) -> None:
 def _app(
     _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Private training with public data as the mirror.
+    """Train models with differential privacy and public data, and check the result.
 
-    Exit codes: 0 fine, 1 a check failed or an alarm, 2 wrong use, 3 overlap found.
+    Exit codes: 0 success, 1 a failed check or an alarm, 2 wrong usage, 3 overlap detected.
     """
 
 
 @app.command()
 def epsilon(
-    noise_multiplier: Annotated[float, typer.Option(help="Noise standard deviation over clip norm.")],
+    noise_multiplier: Annotated[float, typer.Option(help="Standard deviation of the noise divided by the clip norm.")],
     sampling_rate: SamplingRate,
     steps: Steps,
     delta: Delta,
     as_json: Json = False,
 ) -> None:
-    """Epsilon of a run, by PLD (tight, the one to spend by) and by RDP (what older papers print)."""
+    """Compute the epsilon of a run, by PLD (tight, the one to report) and by RDP (as in older papers)."""
     plan = PrivacyPlan(
         steps=steps, sampling_rate=sampling_rate, expected_batch_size=1.0, noise_multiplier=noise_multiplier
     )
@@ -74,14 +76,14 @@ def epsilon(
 
 @app.command()
 def calibrate(
-    epsilon: Annotated[float, typer.Option(help="The most epsilon to spend.")],
+    epsilon: Annotated[float, typer.Option(help="Largest epsilon that the run may spend.")],
     delta: Delta,
     sampling_rate: SamplingRate,
     steps: Steps,
-    spare_steps: Annotated[int, typer.Option(help="Further steps to keep in hand for repeats after a crash.")] = 0,
+    spare_steps: Annotated[int, typer.Option(help="Further steps to reserve for repeats after a crash.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """The least noise that keeps a run within epsilon."""
+    """Compute the smallest noise that keeps a run within epsilon."""
     plan = PrivacyPlan.calibrate(
         epsilon=epsilon,
         delta=delta,
@@ -98,15 +100,15 @@ def calibrate(
 
 @app.command()
 def verify(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
-    ledger: Annotated[Path | None, typer.Option(help="The data set's ledger, if it has moved.")] = None,
-    head_file: Annotated[Path | None, typer.Option(help="The ledger's head, kept out of reach.")] = None,
+    run: Annotated[Path, typer.Argument(help="Run folder to check.")],
+    ledger: Annotated[Path | None, typer.Option(help="Ledger of the data set, if it has moved.")] = None,
+    head_file: Annotated[Path | None, typer.Option(help="Copy of the ledger's head that is kept elsewhere.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Recompute a run's epsilon from its ledger, and check chain, checkpoint and statement."""
+    """Recompute the epsilon of a run from its ledger, and check that ledger, checkpoint and statement agree."""
     from halfsilver.runs.verify import verify as check
 
-    require(run.is_dir(), "run", str(run), "to be a run folder, with a config.json in it")
+    require(run.is_dir(), "run", str(run), "to be a run folder that contains a config.json")
     report = check(run, ledger, head_file)
     statement = report["statement"]
     rows = {
@@ -115,14 +117,14 @@ def verify(
         "finished": report["finished"],
         "epsilon, planned (PLD)": statement["epsilon_planned"]["pld"],
         "delta": statement["delta"],
-        "all runs, by the statement": _total(statement["all_runs_on_this_data"]),
-        "all runs, by the ledger now": _total(report["all_runs_now"]),
+        "all runs, in the statement": _total(statement["all_runs_on_this_data"]),
+        "all runs, in the ledger now": _total(report["all_runs_now"]),
         "all runs, budget": _budget(report["all_runs_now"]["budget"]),
         "unit": statement["unit"],
         "not private because": "; ".join(statement["not_private_because"]) or "-",
         "remarks": "; ".join([*statement.get("remarks", ()), *report["notices"]]) or "-",
     }
-    _show(report, as_json, "Verified: chain, checkpoint and statement agree", rows)
+    _show(report, as_json, "Verified: ledger, checkpoint and statement agree", rows)
 
 
 for command in (
@@ -132,7 +134,6 @@ for command in (
     cli_overlap.overlap,
     cli_audit.audit,
     cli_doctor.doctor,
-    cli_doctor.schema,
 ):
     app.command()(command)
 

@@ -1,4 +1,4 @@
-"""halfsilver audit: attack the mechanism of a task's training, or of every loop of the library."""
+"""halfsilver audit: attack the mechanism in the training of a task, or in any training loop of the library."""
 
 from __future__ import annotations
 
@@ -16,19 +16,28 @@ from halfsilver.cli.studies import Data, Epsilon, Json, RecipeName, data_folder
 
 
 def audit(
-    task: Annotated[str, typer.Argument(help="A task such as emnist; or the name of a loop; loops lists these.")],
+    task: Annotated[
+        str, typer.Argument(help="A task such as emnist, or the name of a training loop. 'loops' lists the loops.")
+    ],
     epsilon: Epsilon = None,
     delta: Annotated[float, typer.Option(help="Delta of the bound.")] = 1e-5,
     recipe: RecipeName = "workstation",
-    canaries: Annotated[int, typer.Option(help="Canaries in the data, and as many that are not.")] = 1000,
-    steps: Annotated[int, typer.Option(help="Steps of the plan to run.")] = 100,
-    rows: Annotated[int, typer.Option(help="Public rows of the task to train on beside the canaries.")] = 200,
-    confidence: Annotated[float, typer.Option(help="Confidence of the lower bound.")] = 0.95,
-    figure: Annotated[Path | None, typer.Option(help="PNG or SVG file for the scores of the canaries.")] = None,
+    canaries: Annotated[
+        int, typer.Option(help="Number of canaries in the data. As many again are left out for comparison.")
+    ] = 1000,
+    steps: Annotated[int, typer.Option(help="Number of steps of the plan to run.")] = 100,
+    rows: Annotated[
+        int, typer.Option(help="Number of public rows of the task to train on, besides the canaries.")
+    ] = 200,
+    confidence: Annotated[float, typer.Option(help="Confidence of the lower bound, in (0, 1).")] = 0.95,
+    figure: Annotated[Path | None, typer.Option(help="PNG or SVG file to plot the scores of the canaries in.")] = None,
     data: Data = None,
     as_json: Json = False,
 ) -> None:
-    """Attack the mechanism with canaries: claimed epsilon, lower bound, alarms. Private rows are never read."""
+    """Attack the mechanism with canaries, and compare a lower bound on epsilon with the claim. Reads no private row.
+
+    Exit code: 0 no alarm, 1 an alarm.
+    """
     from halfsilver.auditing.loops import LOOPS, audit_loop
     from halfsilver.auditing.task import audit_of_task
 
@@ -60,7 +69,7 @@ def show(report: AuditReport) -> None:
     steps = f"{plan.steps}, {plan.sampling_rate:.4g}, {plan.noise_multiplier:.4g}"
     table.add_row("steps, rate, noise multiplier", steps)
     console.print(table)
-    tests = Table("instrument", "test", "found", "limit", "", title=f"{len(report.alarms)} alarms")
+    tests = Table("instrument", "test", "value", "limit", "", title=f"{len(report.alarms)} alarms")
     for f in report.findings:
         found = f"{'p = ' if f.kind == 'p' else ''}{f.value:.3g}"
         tests.add_row(f.instrument, f.test, found, f"{f.limit:.3g}", "ALARM" if f.alarm else "")

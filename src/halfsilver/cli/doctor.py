@@ -1,4 +1,4 @@
-"""halfsilver doctor and schema: is this installation fit to be trusted, and what may a recipe hold?"""
+"""halfsilver doctor: tests of this installation and of the folder for ledgers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from halfsilver.cli.studies import Json
 
 
 def doctor(
-    folder: Annotated[Path, typer.Argument(help="Where run folders and ledgers will lie.")] = Path("."),
+    folder: Annotated[Path, typer.Argument(help="The folder for run folders and ledgers.")] = Path("."),
     as_json: Json = False,
 ) -> None:
-    """What is installed, which gradient backends work, is the noise healthy, is the folder safe for a ledger."""
+    """Check the installed packages, the gradient backends, the noise, and whether a folder is safe for a ledger.
+
+    Exit code: 0 all checks passed, 1 a check failed.
+    """
     from halfsilver.cli.self_test import examine
 
     checks = examine(folder)
@@ -26,16 +29,9 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({"healthy": healthy, "checks": [asdict(check) for check in checks]}))
     else:
-        table = Table("check", "", "found", title="Healthy" if healthy else "NOT HEALTHY")
+        table = Table("check", "", "result", title="All checks passed" if healthy else "A CHECK FAILED")
         for check in checks:
             table.add_row(check.name, "ok" if check.ok else "FAILED", check.found)
         Console(markup=False).print(table)
     if not healthy:
         raise typer.Exit(1)
-
-
-def schema() -> None:
-    """Print the JSON schema of recipe files, for editors that check TOML."""
-    from halfsilver.tasks.recipes.schema import recipe_schema
-
-    typer.echo(json.dumps(recipe_schema(), indent=2))

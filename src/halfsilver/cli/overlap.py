@@ -1,4 +1,4 @@
-"""The custodian's command: overlap."""
+"""halfsilver overlap: for the custodian, who may read both data sets."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from halfsilver.overlap.files import outside_run_folders, overlap_of_files
 from halfsilver.overlap.text import MIN_WORDS
 
 FOUND = 3
-_ROWS = {"compared": "records compared", "left_aside": "left aside: short, empty", "exact": "with an exact copy"}
+_ROWS = {"compared": "records compared", "left_aside": "skipped (short or empty)", "exact": "with an exact copy"}
 _ROWS |= {"near": "with a near copy", "share": "share with a copy"}
 
 
 def overlap(
     private: Annotated[
-        Path, typer.Argument(help="Private file or folder: text, one record a line; .csv, .tsv; CIFAR-10 .bin.")
+        Path,
+        typer.Argument(help="Private file or folder: text with one record per line, .csv, .tsv, or CIFAR-10 .bin."),
     ],
     public: Annotated[Path, typer.Argument(help="Public file or folder of the same kind.")],
     similarity: Annotated[
         float | None,
-        typer.Option(help="Least that counts as near (default: 0.5 of word triples, 0.9 of cells, correlation 0.95)."),
+        typer.Option(
+            help="Smallest similarity of a near copy (default: 0.5 of word triples, 0.9 of cells, correlation 0.95)."
+        ),
     ] = None,
-    min_words: Annotated[int, typer.Option(help="Lines of fewer words are left aside.")] = MIN_WORDS,
-    out: Annotated[Path | None, typer.Option(help="JSON file for all matches; not in a run folder.")] = None,
+    min_words: Annotated[int, typer.Option(help="Skip lines with fewer words.")] = MIN_WORDS,
+    out: Annotated[Path | None, typer.Option(help="JSON file for all matches. It must not be in a run folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """For the custodian: private records with exact or near copies in public data. Outside the guarantee.
+    """Find private records with exact or near copies in public data. The output is outside the guarantee.
 
-    Exit code: 0 no copies, 3 copies found, 2 nothing to compare or wrong use.
+    Exit code: 0 no copies, 3 copies detected, 2 nothing to compare or wrong usage.
     """
     if out is not None:
         outside_run_folders(out)
@@ -56,5 +59,5 @@ def _show(figures: dict[str, Any]) -> None:
     console = Console(markup=False)
     console.print(table)
     if "columns" in figures:
-        console.print(f"Compared by the columns {', '.join(figures['columns'])}.", highlight=False, markup=False)
+        console.print(f"Compared columns: {', '.join(figures['columns'])}.", highlight=False, markup=False)
     console.print(figures["note"], highlight=False, markup=False)

@@ -15,6 +15,7 @@ from halfsilver.mirror.base import (
 from halfsilver.mirror.bregman import Bregman, DualAveraging
 from halfsilver.mirror.fall_back import FallBack
 from halfsilver.mirror.first_order import FirstOrder
+from halfsilver.mirror.momentum import Momentum
 from halfsilver.mirror.pretrain import PretrainResult, pretrain
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.quadratic import Quadratic
@@ -38,6 +39,7 @@ __all__ = [
     "L2Ball",
     "MirrorMap",
     "Mixture",
+    "Momentum",
     "PretrainResult",
     "PublicLoss",
     "Quadratic",

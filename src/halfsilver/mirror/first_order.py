@@ -90,13 +90,13 @@ class FirstOrder(Stateless):
         return clip_factor(gradient, self.public_max_norm)
 
     def public_gradient(self, step: Step) -> Tensors:
-        """The gradient of the public batch of one step, clipped to `public_max_norm` if there is one.
+        """The public part of the direction, before its weight.
 
         Args:
-            step: The step, with the parameters, the public loss and the clock.
+            step: Parameters, public loss and clock of the step.
 
         Returns:
-            One tensor per trainable parameter.
+            The gradient of the step's public batch, clipped to `public_max_norm` if there is one.
 
         Raises:
             ConfigError: If there is no public loss.

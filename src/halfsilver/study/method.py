@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast
 
 from halfsilver.errors import ConfigError, require
-from halfsilver.mirror import Bregman, Euclidean, FirstOrder, MirrorMap, cosine
+from halfsilver.mirror import Bregman, Euclidean, FallBack, FirstOrder, MirrorMap, cosine
 from halfsilver.study.problem import Grid, Recipe, Setting
 
 Start = Literal["public", "random"]
@@ -192,6 +192,13 @@ def _pda_mirror(at: Conditions) -> MirrorMap:
     return FirstOrder(cosine(end=end), public_max_norm=at.recipe.public_max_norm)
 
 
+def _guarded_mirror(at: Conditions) -> MirrorMap:
+    mirror = _pda_mirror(at)
+    if not isinstance(mirror, FirstOrder):
+        raise ConfigError("Expected a recipe without damping for guarded: FallBack guards the first-order mirror only.")
+    return FallBack(mirror)
+
+
 PUBLIC = Method(name="public", trains=False, description="trained on public data only")
 COLD = Method(name="cold", start="random", grid_row="cold", description="DP-SGD from random weights")
 WARM = Method(
@@ -210,9 +217,18 @@ PDA = Method(
     description="warm, with public gradients as the mirror",
     effect=("the mirror", "a warm start without it"),
 )
+GUARDED = Method(
+    name="guarded",
+    mirror=_guarded_mirror,
+    grid_row="pda",
+    searches_alpha=True,
+    against="pda",
+    description="pda, which lets go of public gradients that oppose the private ones",
+    effect=("the guard", "the mirror without it"),
+)
 
 METHODS = (PUBLIC, COLD, WARM, PDA)  # those of a study that names none; study.json says no more of them than the name
-REGISTERED: Mapping[str, Method] = {method.name: method for method in METHODS}
+REGISTERED: Mapping[str, Method] = {method.name: method for method in (*METHODS, GUARDED)}
 NAMES = tuple(method.name for method in METHODS)
 
 
