@@ -151,8 +151,9 @@ def audit(
 
     Four instruments test the run. A turns the error rates of an attacker into a lower bound on epsilon. B tests sampler
     and noise against the plan. C runs the same random numbers on neighbouring data and measures how far one record
-    reaches. Reconciliation compares the ledger with the updates of the model. An alarm is a bug. No alarm is not a
-    proof: see ``not_proved`` in `AuditReport.to_dict`.
+    reaches. Reconciliation compares the ledger with the updates of the model. An alarm shows a
+    bug, except with probability `alpha`. The absence of alarms is not a proof: see ``not_proved`` in
+    `AuditReport.to_dict`.
 
     Args:
         trainer: The trainer to attack.

@@ -38,8 +38,8 @@ class PrivateData:
         records: The private records. Either a tensor, or a tuple or dict of tensors, with one example per entry of
             dimension 0; or a map-style data set with ``__len__`` and ``__getitem__``, such as a list.
         users: One key per record that names the person behind it, as a sequence, a NumPy array or a tensor of one
-            dimension. Required for plans with ``unit="user"``, ignored otherwise. Default None. Keys are compared by
-            value, so two spellings of one name count as two people.
+            dimension. Default None. Plans with ``unit="user"`` need keys, and plans with ``unit="example"`` refuse
+            them. Keys are compared by value, so two spellings of one name count as two people.
         example: One made-up record that shows the structure, shapes and dtypes. Default None, which takes them from the
             tensors or from the public data. Give it for a data set that is not made of tensors when there is no public
             data.

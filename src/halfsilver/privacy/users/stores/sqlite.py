@@ -143,7 +143,8 @@ class SqliteUsers:
             limit: The most rows to return, at least 1.
 
         Returns:
-            At most `limit` rows of what `encode` returned. Empty for a second entry of the same person.
+            At most `limit` rows of what `encode` returned. For a second entry of the same person, `encode` gets an
+            empty list.
 
         Raises:
             PrivateDataError: If the file has changed since it was opened, or cannot be read.
