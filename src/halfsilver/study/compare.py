@@ -24,7 +24,12 @@ DEFAULT_GRID = Grid(cold=(0.25, 1.0, 4.0), warm=(0.1, 0.25, 1.0, 4.0), pda=(0.25
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a study ended: `summary` is all of it, as in its summary.json; printing it gives table and verdict."""
+    """How a study ended. Printing it gives the table and the verdict in words.
+
+    Args:
+        folder: The folder of the study, which `halfsilver report` takes.
+        summary: Everything that was measured, as in summary.json.
+    """
 
     folder: Path
     summary: Mapping[str, Any]
@@ -66,21 +71,42 @@ def compare(
 ) -> Comparison:
     """Train several methods on your model and data at one epsilon, and say what private data and mirror add.
 
-    `make_model` returns a new model with random weights, `loss_fn(model, batch)` one loss per example, as does each of
-    `metrics`. `test` must be public; `curve` are the rows of it on which curves are drawn, where all would take too
-    long. `population` is the number of private records that you declare, and together with `batch_size` fixes the
-    sampling rate; it is never counted. `batch_size` and `epochs` are enough for a start; a `recipe` in their place says
-    everything about training. All files go to the folder `out`, and a call with the same arguments goes on with what
-    lies there.
+    Learning rates and alpha are searched for each method on its own. Then each method trains once per seed, and the
+    verdict compares the methods in pairs over seeds. It claims no difference that is within the noise of the runs.
 
-    `methods` are `Method` values, or names of registered ones; by default public, cold, warm and pda. A method of your
-    own has its row in the table, and with `against` its sentences in the verdict.
+    Guarantee: each run is (epsilon, delta)-DP by itself. Publishing all of them costs the ledger's total, which the
+    summary states beside it. A public search reads no private record.
 
-    Learning rates and alpha are searched for each method on its own. A public search touches no private record: it
-    splits the public ones into mirror, stand-ins for the private ones, and rows to score on. A paper search trains on
-    private records and scores on `validation`; the summary is then stamped. Each method and seed is a private run:
-    every one is (epsilon, delta)-DP by itself, and the ledger's total, which is what publishing all of them costs,
-    stands beside it. `ledger` is that of the private data, where they have one; otherwise the study gets its own.
+    Args:
+        make_model: Returns a new model with random weights, from torch's global generator.
+        loss_fn: ``loss_fn(model, batch)`` returns one loss per example.
+        private: The private rows, or a `PrivateData` handle.
+        public: The public rows.
+        test: Public test rows.
+        epsilon: Epsilon of each private run, above 0.
+        delta: Delta of each private run, at most 1 / population.
+        population: The number of private records that you declare. It is never counted.
+        out: Folder of the study. A call with the same arguments resumes what it finds there.
+        batch_size: Expected records per step. Give it with `epochs`, or give a `recipe`.
+        epochs: How often a record is drawn on average. Give it with `batch_size`, or give a `recipe`.
+        recipe: Everything about training, in place of `batch_size` and `epochs`.
+        metrics: Further per-example figures by name, of the form of `loss_fn`. A name with "accuracy" means that more
+            is better.
+        seeds: Runs per method, at least 1. Intervals need at least 2.
+        methods: Names such as "warm" and "pda", or `Method` values (default: public, cold, warm and pda).
+        search: "public" splits the public rows into mirror, stand-ins for the private rows, and rows to score on.
+            "paper" trains on private rows and scores on `validation`, as papers do; the summary then says so.
+        validation: Training rows set aside for a paper search.
+        curve: The test rows on which curves are drawn (default: all of `test`).
+        ledger: The ledger of the private data, where they have one (default: one in `out`).
+        augment: Random changes to a public batch, used where the recipe says so.
+        tell: Receives one line of progress per finished job.
+
+    Returns:
+        Folder, summary and verdict.
+
+    Raises:
+        ConfigError: An argument is wrong, or the folder holds another study.
     """
     require(search in SEARCH, "search", search, f"in {tuple(SEARCH)}")
     recipe = _recipe(recipe, batch_size, epochs)

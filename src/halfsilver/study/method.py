@@ -93,7 +93,11 @@ class Method(Arm):
 
     Args:
         name: Letters, digits, "-" and "_", at most 40 of them, because it names folders.
-        start: See `Arm`, as for `against`, `trains`, `description` and `effect`.
+        start: The weights it starts from: "public" for those pretrained on public data, "random" for untrained ones.
+        against: Name of the method that it is paired with in verdict and report. None leaves it unpaired.
+        trains: Whether it takes private steps. A method that does not costs no epsilon and needs no search.
+        description: A few words for the report.
+        effect: Words for what the pair shows and for the baseline, as in ("the mirror", "a warm start without it").
         geometry: Reserved for a change of coordinates before the clip. Must be None in this version.
         mirror: The map that turns a released gradient into the optimizer's direction, after the noise. A function of
             `Conditions` makes the map depend on what the search tries, such as ``at.setting.alpha_end``.
@@ -140,23 +144,41 @@ class Method(Arm):
         return self.mirror != _PLAIN
 
     def mirror_at(self, conditions: Conditions) -> MirrorMap:
-        """The map of a run."""
+        """The map of a run.
+
+        Args:
+            conditions: Setting and recipe of the run.
+        """
         if self._is_map:
             return cast(MirrorMap, self.mirror)
         return cast(Callable[[Conditions], MirrorMap], self.mirror)(conditions)
 
     def rates_in(self, grid: Grid) -> tuple[float, ...]:
-        """The learning rates that a search tries."""
+        """The learning rates that a search tries.
+
+        Args:
+            grid: The recipe's grid.
+        """
         rates: tuple[float, ...] = self.learning_rates or getattr(grid, self.grid_row or "warm")
         return rates
 
     def settings_in(self, grid: Grid) -> list[Setting]:
-        """Every point of the grid at which a search trains this method."""
+        """Every point of the grid at which a search trains this method.
+
+        Args:
+            grid: The recipe's grid.
+        """
         ends = grid.alpha_end if self.searches_alpha else ()
         return [Setting(lr, end) for end in ends or (None,) for lr in self.rates_in(grid)]
 
     def middle_of(self, grid: Grid, lr: float | None = None, alpha_end: float | None = None) -> Setting:
-        """The setting of a run without a search: what is given, and for the rest the middle of the grid."""
+        """The setting of a run without a search: what is given, and for the rest the middle of the grid.
+
+        Args:
+            grid: The recipe's grid.
+            lr: Learning rate (default: the middle one).
+            alpha_end: Final alpha (default: the middle one).
+        """
         rates = self.rates_in(grid)
         lr = rates[len(rates) // 2] if lr is None else lr
         if not self.searches_alpha:
@@ -164,7 +186,11 @@ class Method(Arm):
         return Setting(lr, grid.middle_end if alpha_end is None else alpha_end)
 
     def to_json(self, recipe: Recipe) -> dict[str, Any]:
-        """What study.json holds of it, so that a resumed study notices another mirror under the same name."""
+        """What study.json holds of it, so that a resumed study notices another mirror under the same name.
+
+        Args:
+            recipe: The recipe of the study.
+        """
         mirror = described(self.mirror_at(Conditions(setting=self.middle_of(recipe.grid), recipe=recipe)))
         return {
             "start": self.start,

@@ -63,10 +63,18 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrain:
-    """How theta_0 is found on public data: Adam, early stopping after `patience` epochs without a better held-out loss.
+    """How a study pretrains on public data: Adam, with early stopping on held-out public rows.
 
-    `holdout` is the share of public rows that early stopping looks at; 0 trains on all of them for all `epochs`.
-    `average` is the decay of an exponential average of the weights; `lr_end` the share of `lr` at the end of a cosine.
+    Args:
+        epochs: The most epochs, at least 1.
+        patience: Epochs without a better held-out loss after which training stops.
+        batch_size: Public rows per step.
+        lr: Learning rate of Adam at the start.
+        lr_end: Share of `lr` that is left at the end of a cosine, in [0, 1]. 1 keeps it constant.
+        weight_decay: Weight decay of AdamW. 0 is Adam.
+        holdout: Share of public rows that early stopping looks at. 0 trains on all rows for all `epochs`.
+        augment: Whether the problem's `augment` changes the batches.
+        average: Decay of an exponential average of the weights, or None.
     """
 
     epochs: int = 60
@@ -82,9 +90,13 @@ class Pretrain:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What is searched: learning rates for each method on its own, and where alpha ends for pda.
+    """What a study searches: learning rates per method, and the final alpha of the mirror.
 
-    The exact mirror step (a recipe with `damping`) has no alpha, and `alpha_end` is empty.
+    Args:
+        cold: Learning rates from random weights, each above 0.
+        warm: Learning rates from the public start.
+        pda: Learning rates with the mirror.
+        alpha_end: Values in [0, 1] at which alpha ends. Empty for the exact mirror step (a recipe with `damping`).
     """
 
     cold: tuple[float, ...]
@@ -109,18 +121,33 @@ class Grid:
 class Recipe:
     """Everything about training that is the same for all methods, and the grid of what is not.
 
-    Random weights have small gradients, so cold may have a clip norm of its own, `cold_max_grad_norm`.
-    `clip_released` clips the released gradient once more, to the clip norm. `public_max_norm` and `augment_public`
-    are about the public gradient in the mirror step. With `damping`, pda takes the exact step of a convex public loss,
-    `Bregman(damping=...)`, in place of the first-order one. `average` is the decay of an exponential average of the
-    iterates, and the learning rate falls by a cosine to the share `lr_end`. A search run is `search_share` of a whole
-    one. `spare` is the share of steps kept in hand for those that a kill loses, and paid for in noise.
-    `micro_batch_size` is about speed only; without it the fastest is measured, which goes wrong on a busy machine.
-    `score` is the metric by which settings are chosen: "loss", or the name of one of the problem's metrics.
-    With `noise_multiplier` the noise is given and epsilon follows; without it PLD finds the noise for a given epsilon.
+    Args:
+        name: Names the recipe in reports.
+        batch_size: Expected private records (or users) per step.
+        public_batch_size: Public rows per step of the mirror.
+        grid: What is searched.
+        epochs: Epochs over the population. Give this or `rounds`.
+        rounds: Number of private steps. Give this or `epochs`.
+        pretrain: How the public start is trained.
+        max_grad_norm: Clip norm.
+        cold_max_grad_norm: Clip norm from random weights, whose gradients are small (default: `max_grad_norm`).
+        clip_released: Clip the released gradient once more, to the clip norm.
+        public_max_norm: Clip norm of the public gradient in the mirror step, or None.
+        augment_public: Whether the problem's `augment` changes public batches of the mirror.
+        damping: Replaces the first-order mirror step by the exact one of a convex public loss, `Bregman(damping=...)`.
+        average: Decay of an exponential average of the iterates, or None.
+        lr_end: Share of the learning rate that is left at the end of a cosine, in [0, 1].
+        search_share: Length of a search run as a share of a whole run, in (0, 1].
+        score: The metric that chooses settings: "loss", or the name of one of the problem's metrics.
+        spare: Share of steps kept in hand for those that a kill loses, in [0, 1]. They are paid for in noise.
+        micro_batch_size: Rows in memory at once (default: the fastest, measured; set it on a busy machine).
+        autocast: "bfloat16" runs private forward passes in that precision.
+        noise_multiplier: Fixes the noise, so that epsilon follows (default: the least noise for the study's epsilon).
+        local: How users train locally. Batch sizes then count users.
+        public_examples: The most rows on which a public user of a step trains.
 
-    A run has `epochs` over the population, or a number of `rounds`. `local` says how users train themselves, if they
-    do: batch sizes then count users, and the public users of a step train on at most `public_examples` rows each.
+    Raises:
+        ConfigError: A value is out of its range.
     """
 
     name: str
@@ -163,7 +190,12 @@ class Recipe:
         require(self.autocast in (None, "bfloat16"), "autocast", self.autocast, "to be 'bfloat16' or None")
 
     def steps(self, population: int, share: float = 1.0) -> int:
-        """Private steps of `share` of a run."""
+        """Number of private steps.
+
+        Args:
+            population: The declared number of private records.
+            share: Share of a whole run, in (0, 1].
+        """
         epoch = population / min(self.batch_size, population)
         return max(1, round(share * (self.rounds or (self.epochs or 0) * epoch)))
 

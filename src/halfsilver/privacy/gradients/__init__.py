@@ -40,12 +40,23 @@ _log = logging.getLogger("halfsilver")
 
 @dataclass(frozen=True, kw_only=True)
 class Performance:
-    """Options that change speed and memory only: no value here can weaken the guarantee.
+    """Options that change speed and memory only. No value here can weaken the guarantee.
 
-    `micro_batch_size` is how many examples are in memory at once; a logical batch may be any size. Without it, the
-    fastest size is measured on made-up examples at the start. A `backend` that is named is checked against the oracle;
-    one that is given as an object is trusted to keep its contract. With `autocast`, torch.bfloat16 say, private
-    forward passes run in that precision; norms, clipping and sums do not.
+    Args:
+        backend: How clipped gradient sums are computed: "book" (book-keeping, the fastest), "hooks" (Opacus), "vmap"
+            (torch.func, the slowest and most general), or "auto", which takes the first that serves the model. A named
+            backend is checked against one-example-at-a-time gradients. An object is trusted to keep the contract of
+            `GradientBackend`, and the statement says so.
+        micro_batch_size: Examples in memory at once, at least 1. A logical batch may have any size (default: the
+            fastest size, measured on made-up examples at the start).
+        autocast: torch.bfloat16 or torch.float16 for private forward passes; norms, clipping and sums keep their
+            precision (default: none).
+
+    Raises:
+        ConfigError: A value is out of its range.
+
+    >>> Performance(backend="vmap", micro_batch_size=32).trusted is None
+    True
     """
 
     backend: BackendName | GradientBackend = "auto"
@@ -67,7 +78,11 @@ class Performance:
         return type(self.backend).__name__ if unchecked else None
 
     def precise(self, loss_fn: LossFn) -> LossFn:
-        """`loss_fn` with its forward pass in the precision that was asked for, and losses in float32."""
+        """`loss_fn` with its forward pass in the precision of `autocast`, and losses in float32.
+
+        Args:
+            loss_fn: Returns one loss per example.
+        """
         if self.autocast is None:
             return loss_fn
 
