@@ -19,20 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.show import show
-from halfsilver.runs.folder import read_json, versions, write_json
-from halfsilver.study.arena import make_plan, search_arena
-from halfsilver.study.jobs import do_all, workers
-from halfsilver.study.method import registered
+from benchmarks.studies.given import share_starts, shortened
+from halfsilver.runs.folder import versions, write_json
+from halfsilver.study.method import PDA, PUBLIC, WARM, Method
 from halfsilver.study.paired import t_interval
-from halfsilver.study.problem import Recipe, Setting
-from halfsilver.study.run import Job, run
-from halfsilver.study.start import make_start
+from halfsilver.study.problem import Problem, Recipe, Setting
+from halfsilver.study.records import Summary
+from halfsilver.study.study import Request, Study
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
 
-SETTINGS = {  # chosen by the search of the task's first study
-    "emnist": {"warm": Setting(4.0), "pda": Setting(2.0, 0.95)},
-    "cifar10": {"warm": Setting(0.06), "pda": Setting(0.12, 0.995)},
+SETTINGS: dict[str, dict[Method, Setting]] = {  # chosen by the search of the task's first study
+    "emnist": {WARM: Setting(4.0), PDA: Setting(2.0, 0.95)},
+    "cifar10": {WARM: Setting(0.06), PDA: Setting(0.12, 0.995)},
 }
 CLIP_NORMS = (1.0, 4.0, 16.0)
 
@@ -43,18 +42,18 @@ class Variant:
 
     name: str
     recipe: Recipe
-    methods: tuple[str, ...]
+    methods: tuple[Method, ...]
     swapped: bool = False  # whether warm and pda have each other's learning rate
 
 
 def variants(base: Recipe) -> list[Variant]:
     """The recipe, then without each of its parts."""
-    start, private, mirror = ("public",), ("warm", "pda"), ("pda",)
+    start, private, mirror = (PUBLIC,), (WARM, PDA), (PDA,)
 
     def pretrained(name: str, **changes: Any) -> Variant:
         return Variant(name, replace(base, pretrain=replace(base.pretrain, **changes)), start)
 
-    def trained(name: str, methods: tuple[str, ...], **changes: Any) -> Variant:
+    def trained(name: str, methods: tuple[Method, ...], **changes: Any) -> Variant:
         return Variant(name, replace(base, **changes), methods)
 
     return [
@@ -76,71 +75,89 @@ def variants(base: Recipe) -> list[Variant]:
 def _other_way(base: Recipe, trained: Callable[..., Variant]) -> Variant:
     """The mirror's public gradient clipped where the recipe leaves it as it is, and left as it is where it clips."""
     if base.public_max_norm is None:
-        return trained("mirror: public gradient clipped to 1", ("pda",), public_max_norm=1.0)
-    return trained("mirror: public gradient not clipped", ("pda",), public_max_norm=None)
+        return trained("mirror: public gradient clipped to 1", (PDA,), public_max_norm=1.0)
+    return trained("mirror: public gradient not clipped", (PDA,), public_max_norm=None)
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """Opens the task with the set-aside training rows in place of the test set."""
+
+    source: TaskSource
+
+    def __call__(self) -> Problem:
+        problem = self.source()
+        return replace(problem, test=problem.validation, validation=None, curve=None)
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """One task at one epsilon; jobs are (variant number, method, seed)."""
+    """One task at one epsilon; each variant is a study of its own."""
 
-    source: TaskSource
+    task: str
+    source: SetAside
     out: Path
     epsilon: float
     delta: float
     base: Recipe
-    settings: Mapping[str, Setting]
+    settings: Mapping[Method, Setting]
     seeds: int
-    only: str
 
-    def do(self, job: tuple[int, str, int]) -> str:
-        number, method, seed = job
-        variant, problem = variants(self.base)[number], self.source()
-        recipe = variant.recipe
-        plan = make_plan(recipe, problem.population, self.epsilon, self.delta)
-        start = self.out / _start_name(self.base, recipe, number) / f"seed-{seed}.safetensors"
-        make_start(problem, recipe, seed, start)
-        setting = self._setting(variant, method)
-        if recipe.max_grad_norm != self.base.max_grad_norm:  # once all is clipped, only their product matters
-            setting = replace(setting, lr=setting.lr * self.base.max_grad_norm / recipe.max_grad_norm)
-        arena = search_arena(problem, recipe, plan, "paper search")
-        folder = self.out / f"{number}-{method}-seed-{seed}"
-        made = Job(method=registered(method), seed=seed, setting=setting, folder=folder, start=start,
-                   ledger=self.out / "ledger.jsonl", delta=self.delta)  # fmt: skip
-        run(arena, recipe, made, curve_points=0)
-        return f"{variant.name}, {method}, seed {seed}: {read_json(made.result)['final']}"
+    def study(self, number: int, variant: Variant) -> Study:
+        own, population = variant.recipe, self.source().population
+        return Study(
+            folder=self.out / str(number),
+            request=Request(
+                task=self.task,
+                recipe=shortened(own, population, self.epsilon, self.delta, own.search_share),
+                epsilon=None,
+                delta=self.delta,
+                methods=variant.methods,
+                seeds={method.name: self.seeds for method in variant.methods},
+                settings={method.name: self._setting(variant, method) for method in variant.methods if method.trains},
+            ),
+            source=self.source,
+            data_ledger=self.out / "ledger.jsonl",
+        )
 
-    def _setting(self, variant: Variant, method: str) -> Setting:
-        own = self.settings.get(method, Setting(1.0))
-        return replace(own, lr=self.settings[{"warm": "pda", "pda": "warm"}[method]].lr) if variant.swapped else own
+    def _setting(self, variant: Variant, method: Method) -> Setting:
+        setting = self.settings[method]
+        if variant.swapped:
+            setting = replace(setting, lr=self.settings[WARM if method == PDA else PDA].lr)
+        # Once all is clipped, only the product of learning rate and clip norm matters.
+        return replace(setting, lr=setting.lr * self.base.max_grad_norm / variant.recipe.max_grad_norm)
 
-    def jobs(self) -> list[tuple[int, str, int]]:
-        numbered = [(i, v) for i, v in enumerate(variants(self.base)) if i == 0 or self.only in v.name]
-        return [(i, m, seed) for i, v in numbered for m in v.methods for seed in range(self.seeds)]
-
-    def rows(self) -> list[dict[str, Any]]:
+    def go(self, only: str, workers: int) -> list[dict[str, Any]]:
         """Mean over seeds for each variant and method, and the paired difference to the recipe as it is."""
-        found: dict[tuple[int, str], dict[int, Mapping[str, Any]]] = {}
-        for number, method, seed in self.jobs():
-            result = read_json(self.out / f"{number}-{method}-seed-{seed}" / "result.json")
-            found.setdefault((number, method), {})[seed] = result["final"]
-        return [self._row(key, own, found[0, key[1]]) for key, own in found.items()]
-
-    def _row(
-        self, key: tuple[int, str], own: Mapping[int, Mapping[str, Any]], base: Mapping[int, Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        row: dict[str, Any] = {"variant": variants(self.base)[key[0]].name, "method": key[1], "seeds": len(own)}
-        for metric in next(iter(own.values())):
-            row[metric] = sum(v[metric] for v in own.values()) / len(own)
-            if key[0]:
-                changes = [own[s][metric] - base[s][metric] for s in own]
-                low, high = t_interval(changes) or (None, None)
-                row |= {f"{metric}_change": sum(changes) / len(own), f"{metric}_low": low, f"{metric}_high": high}
-        return row
+        rows, first = list[dict[str, Any]](), None
+        for number, variant in enumerate(variants(self.base)):
+            if number and only not in variant.name:
+                continue
+            study = self.study(number, variant)
+            if variant.recipe.pretrain == self.base.pretrain:
+                share_starts(self.out / "0", study.folder)
+            summary = study.go(workers_count=workers, tell=partial(print, variant.name, flush=True))
+            rows += [_row(variant.name, method.name, summary, first) for method in variant.methods]
+            first = first or summary
+        return rows
 
 
-def _start_name(base: Recipe, recipe: Recipe, number: int) -> str:
-    return "start" if recipe.pretrain == base.pretrain else f"start-{number}"
+def _row(variant: str, method: str, summary: Summary, base: Summary | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"variant": variant, "method": method, "seeds": len(summary.runs_of(method))}
+    for metric in summary.runs[0].final:
+        own = _by_seed(summary, method, metric)
+        row[metric] = sum(own.values()) / len(own)
+        if base is not None:
+            before = _by_seed(base, method, metric)
+            changes = [own[seed] - before[seed] for seed in own]
+            low, high = t_interval(changes) or (None, None)
+            row |= {f"{metric}_change": sum(changes) / len(own), f"{metric}_low": low, f"{metric}_high": high}
+    return row
+
+
+def _by_seed(summary: Summary, method: str, metric: str) -> dict[int, float]:
+    finals = {run.seed: run.final[metric] for run in summary.runs_of(method)}
+    return {seed: float("nan") if value is None else value for seed, value in finals.items()}
 
 
 def main() -> None:
@@ -160,15 +177,20 @@ def main() -> None:
     recipe, more = load(args.task, args.recipe)
     recipe = recipe if args.length is None else replace(recipe, search_share=args.length)
     settings = {method: replace(s, lr=s.lr * args.rate) for method, s in SETTINGS[args.task].items()}
-    study = Ablation(TaskSource.of(args.task, args.data, {}), args.out, args.epsilon, more["delta"], recipe,
-                     settings, args.seeds, args.only)  # fmt: skip
+    source = SetAside(TaskSource.of(args.task, args.data, {}))
+    ablation = Ablation(args.task, source, args.out, args.epsilon, more["delta"], recipe, settings, args.seeds)
     args.out.mkdir(parents=True, exist_ok=True)
-    with workers(args.workers) as pool:  # starts first: two jobs that share one must not make it at once
-        do_all(pool, study.do, [job for job in study.jobs() if job[1] == "public"], partial(print, flush=True))
-        do_all(pool, study.do, [job for job in study.jobs() if job[1] != "public"], partial(print, flush=True))
-    result = {"task": args.task, "epsilon": args.epsilon, "delta": more["delta"], "recipe": asdict(recipe),
-              "settings": {m: asdict(s) for m, s in settings.items()}, "seeds": args.seeds,
-              "scored": "set-aside training rows", "versions": versions(), "rows": study.rows()}  # fmt: skip
+    result = {
+        "task": args.task,
+        "epsilon": args.epsilon,
+        "delta": more["delta"],
+        "recipe": asdict(recipe),
+        "settings": {method.name: asdict(setting) for method, setting in settings.items()},
+        "seeds": args.seeds,
+        "scored": "set-aside training rows",
+        "versions": versions(),
+        "rows": ablation.go(args.only, args.workers),
+    }
     write_json(args.out / "ablation.json", result)
     columns = ("variant", "method", "accuracy", "accuracy_change", "loss", "loss_change", "loss_low", "loss_high")
     print(json.dumps(result)) if args.json else show("One part changed at a time", result["rows"], columns)

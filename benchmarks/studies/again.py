@@ -17,7 +17,7 @@ from typing import Any
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import Arena
-from halfsilver.study.method import registered
+from halfsilver.study.method import REGISTERED, registered
 from halfsilver.study.problem import Setting
 from halfsilver.study.run import Job, run
 from halfsilver.tasks.recipes import load
@@ -51,9 +51,9 @@ def again(study: Path, data: Path, method: str, seed: int, setting: Setting) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path)
-    parser.add_argument("--method", choices=["cold", "warm", "pda"], required=True)
+    parser.add_argument("--method", choices=sorted(m.name for m in REGISTERED.values() if m.trains), required=True)
     parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--alpha-end", type=float, help="for pda")
+    parser.add_argument("--alpha-end", type=float, help="for methods that mix in public gradients")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
     parser.add_argument("--out", type=Path)

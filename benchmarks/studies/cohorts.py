@@ -13,17 +13,18 @@ import json
 import math
 import os
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.show import show
+from benchmarks.studies.given import share_starts
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs.folder import read_json, versions, write_json
-from halfsilver.study.arena import Arena, make_plan
-from halfsilver.study.jobs import do_all, workers
-from halfsilver.study.method import registered
-from halfsilver.study.problem import Recipe, Setting
-from halfsilver.study.run import Job, run
+from halfsilver.study.method import PDA, REGISTERED, Method, registered
+from halfsilver.study.problem import Setting
+from halfsilver.study.records import Choice, Summary
+from halfsilver.study.study import Request, Study
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
 
@@ -42,48 +43,57 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """What the runs have in common."""
+    """What the points have in common; each is a study of one run, at the setting that the study in `study` chose."""
 
     source: TaskSource
     study: Path
     out: Path
-    method: str
+    method: Method
     rounds: int
     delta: float
 
     def setting(self) -> Setting:
-        return Setting(**read_json(self.study / "runs" / f"{self.method}-seed-0" / "result.json")["setting"])
+        chosen = Choice.from_json(read_json(self.study / "search" / self.method.name / "choice.json")).setting
+        assert chosen is not None
+        return chosen
 
-    def recipe(self, point: Point) -> Recipe:
-        return replace(load("stackexchange", "workstation")[0], batch_size=point.cohort, rounds=self.rounds)
-
-    def do(self, point: Point) -> str:
-        problem, recipe = self.source(), self.recipe(point)
-        plan = make_plan(recipe, problem.population, point.epsilon, self.delta)
-        job = Job(
-            method=registered(self.method),
-            seed=0,
-            setting=self.setting(),
-            folder=self.out / f"{self.method}-{point.label}",
-            start=self.study / "start" / "seed-0.safetensors",
-            ledger=self.out / "ledger.jsonl",
+    def run(self, point: Point, workers: int) -> None:
+        recipe = replace(load("stackexchange", "workstation")[0], batch_size=point.cohort, rounds=self.rounds)
+        request = Request(
+            task="stackexchange",
+            recipe=recipe,
+            epsilon=point.epsilon,
             delta=self.delta,
+            methods=(self.method,),
+            seeds={self.method.name: 1},
+            settings={self.method.name: self.setting()},
         )
-        run(Arena(problem=problem, plan=plan, spends=True), recipe, job, curve_points=0)
-        return f"{point.label}: {self.row(point)}"
+        folder = self.out / f"{self.method.name}-{point.label}"
+        share_starts(self.study, folder)
+        study = Study(folder=folder, request=request, source=self.source, data_ledger=self.out / "ledger.jsonl")
+        study.go(workers_count=workers, tell=partial(print, flush=True))
 
-    def finished(self) -> list[Point]:
+    def rows(self) -> list[dict[str, Any]]:
         """All points of DIR, whenever they were run."""
-        plans = [read_json(path) for path in self.out.glob(f"{self.method}-cohort=*/result.json")]
-        made = [Point(round(r["epsilon"]["pld"], 2), round(r["plan"]["expected_batch_size"])) for r in plans]
-        return sorted(made, key=lambda point: (point.cohort, point.epsilon))
+        files = self.out.glob(f"{self.method.name}-cohort=*/summary.json")
+        rows = [_row(Summary.from_json(read_json(file))) for file in files]
+        return sorted(rows, key=lambda row: (row["cohort"], row["epsilon"]))
 
-    def row(self, point: Point) -> dict[str, Any]:
-        found = read_json(self.out / f"{self.method}-{point.label}" / "result.json")
-        plan, final = PrivacyPlan.from_dict(found["plan"]), found["final"]
-        return {**asdict(point), "noise_multiplier": plan.noise_multiplier, "sampling_rate": plan.sampling_rate,
-                "noise_of_mean": plan.noise_multiplier * plan.max_grad_norm / point.cohort,
-                "perplexity": math.exp(final["loss"]), **final, "seconds": found["seconds"]}  # fmt: skip
+
+def _row(summary: Summary) -> dict[str, Any]:
+    (run,) = summary.runs
+    plan = PrivacyPlan.from_dict(dict(run.plan or {}))
+    cohort = round(plan.expected_batch_size)
+    return {
+        "epsilon": summary.study.epsilon,
+        "cohort": cohort,
+        "noise_multiplier": plan.noise_multiplier,
+        "sampling_rate": plan.sampling_rate,
+        "noise_of_mean": plan.noise_multiplier * plan.max_grad_norm / cohort,
+        "perplexity": math.exp(run.final["loss"] or math.nan),
+        **run.final,
+        "seconds": run.seconds,
+    }
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -108,7 +118,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", type=Path, required=True, help="folder of a finished study")
-    parser.add_argument("--method", choices=["warm", "pda"], default="pda")
+    parser.add_argument("--method", choices=sorted(REGISTERED), default=PDA.name)
     parser.add_argument("--epsilons", type=float, nargs="+", default=[8.0, 2.0])
     parser.add_argument("--cohorts", type=int, nargs="+", default=[50, 200, 400])
     parser.add_argument("--rounds", type=int, default=50)
@@ -120,22 +130,24 @@ def main() -> None:
     args = parser.parse_args()
     delta = read_json(args.study / "study.json")["delta"]
     source = TaskSource.of("stackexchange", args.data, {})
-    curve = Curve(source, args.study, args.out, args.method, args.rounds, delta)
+    curve = Curve(source, args.study, args.out, registered(args.method), args.rounds, delta)
     args.out.mkdir(parents=True, exist_ok=True)
-    points = [Point(epsilon, cohort) for cohort in sorted(args.cohorts, reverse=True) for epsilon in args.epsilons]
-    with workers(args.workers) as pool:
-        do_all(pool, curve.do, points, _say)
-    result = {"method": args.method, "rounds": args.rounds, "delta": delta, "setting": asdict(curve.setting()),
-              "rows": [curve.row(p) for p in curve.finished()], "versions": versions()}  # fmt: skip
+    for cohort in sorted(args.cohorts, reverse=True):
+        for epsilon in args.epsilons:
+            curve.run(Point(epsilon, cohort), args.workers)
+    result = {
+        "method": args.method,
+        "rounds": args.rounds,
+        "delta": delta,
+        "setting": asdict(curve.setting()),
+        "rows": curve.rows(),
+        "versions": versions(),
+    }
     write_json(args.out / f"cohorts-{args.method}.json", result)
     if args.plot is not None:
         draw(result, args.plot)
     columns = ("cohort", "epsilon", "noise_multiplier", "noise_of_mean", "accuracy", "loss", "perplexity")
     print(json.dumps(result)) if args.json else show("Users a round", result["rows"], columns)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

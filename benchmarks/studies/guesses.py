@@ -23,7 +23,7 @@ from torch.nn import functional
 from benchmarks.show import show
 from halfsilver._core.tensors import eval_mode, trainable
 from halfsilver.runs.folder import read_json, versions, write_json
-from halfsilver.study.method import NAMES
+from halfsilver.study.method import METHODS, PUBLIC
 from halfsilver.study.start import load_start
 from halfsilver.tasks import stackexchange
 from halfsilver.tasks.sentences import PAD, SPECIAL, UNKNOWN
@@ -77,8 +77,8 @@ def main() -> None:
     unknown = float((shown[shown != PAD] == UNKNOWN).double().mean())
     model = problem.make_model()
     load_start(model, args.study / "start" / "seed-0.safetensors")
-    rows = [{"method": "public", **guesses(model, words, targets)}]
-    for folder in [*(args.study / "runs" / f"{method}-seed-0" for method in NAMES[1:]), *args.also]:
+    rows = [{"method": PUBLIC.name, **guesses(model, words, targets)}]
+    for folder in [*(args.study / "runs" / f"{method.name}-seed-0" for method in METHODS if method.trains), *args.also]:
         load(model, folder)
         rows.append({"method": folder.name.removesuffix("-seed-0"), **guesses(model, words, targets)})
     result: dict[str, Any] = {"task": about["task"], "epsilon": about["epsilon"], "unknown in public text": unknown,

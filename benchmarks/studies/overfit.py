@@ -20,12 +20,13 @@ from torch import nn
 from benchmarks.show import show
 from benchmarks.studies.guesses import load
 from halfsilver.runs.folder import RunFolder, read_json, versions, write_json
+from halfsilver.study.method import PDA, PUBLIC, WARM
 from halfsilver.study.problem import Problem
 from halfsilver.study.run import per_example
 from halfsilver.study.start import load_start
 from halfsilver.tasks.source import TaskSource
 
-METHODS = ("public", "warm", "pda")
+METHODS = (PUBLIC, WARM, PDA)
 
 
 def figures(problem: Problem, model: nn.Module) -> dict[str, float]:
@@ -50,13 +51,13 @@ def each_model(study: Path, data: Path, figures: Callable[[Problem, nn.Module], 
 def models(study: Path, problem: Problem) -> Iterator[tuple[str, int, nn.Module]]:
     """The start and the tested models of warm and pda, for each seed that has both; one model, filled anew."""
     model = problem.make_model()
-    for seed in sorted(_finished(study, "warm") & _finished(study, "pda")):
+    for seed in sorted(_finished(study, WARM.name) & _finished(study, PDA.name)):
         for method in METHODS:
-            if method == "public":
+            if not method.trains:
                 load_start(model, study / "start" / f"seed-{seed}.safetensors")
             else:
-                load(model, study / "runs" / f"{method}-seed-{seed}")
-            yield method, seed, model
+                load(model, study / "runs" / f"{method.name}-seed-{seed}")
+            yield method.name, seed, model
 
 
 def _finished(study: Path, method: str) -> set[int]:
@@ -66,12 +67,12 @@ def _finished(study: Path, method: str) -> set[int]:
 
 
 def means(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line a method: the mean of each figure over seeds."""
+    """One line per method: the mean of each figure over seeds."""
     lines = []
     for method in METHODS:
-        own = [run for run in runs if run["method"] == method]
+        own = [run for run in runs if run["method"] == method.name]
         names = [name for name in own[0] if name not in ("method", "seed")]
-        lines.append({"method": method, **{name: sum(run[name] for run in own) / len(own) for name in names}})
+        lines.append({"method": method.name, **{name: sum(run[name] for run in own) / len(own) for name in names}})
     return lines
 
 

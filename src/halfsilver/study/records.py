@@ -190,7 +190,10 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRecord:
-    """What was asked for and on what: study.json. `arms` records the methods that users define."""
+    """What was asked for and on what: study.json.
+
+    `arms` records the methods that users define, and `settings` those that were given and not searched for.
+    """
 
     schema_version: int = 1
     task: str = "custom"
@@ -210,6 +213,7 @@ class StudyRecord:
     versions: Json = field(default_factory=dict)
     machine: Json = field(default_factory=dict)
     arms: Json = field(default_factory=dict)
+    settings: Json = field(default_factory=dict)
     more: Json = field(default_factory=dict)
 
     def all_arms(self) -> list[Arm]:
@@ -222,9 +226,8 @@ class StudyRecord:
 
     def to_json(self) -> dict[str, Any]:
         whole = _whole(self, methods=list(self.methods), seeds=dict(self.seeds))
-        if not self.arms:
-            del whole["arms"]
-        return whole
+        rare = ("arms", "settings")
+        return {name: value for name, value in whole.items() if name not in rare or value}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ class Job:
     start: Path
     ledger: Path
     delta: float
+    unsafe_seed: int | None = None  # fixes noise and sampling, which ends the guarantee and is stamped
 
     @property
     def result(self) -> Path:
@@ -69,7 +70,7 @@ def run(
     if job.method.start == "public":
         load_start(model, job.start)
     trainer = make_trainer(model, problem, recipe, job, arena.plan)
-    trainer.progress = progress
+    trainer.progress, trainer.unsafe_seed = progress, job.unsafe_seed
     curve_rows = problem.test if problem.curve is None else problem.curve
     outcome = None
     if job.method.trains:
@@ -110,12 +111,13 @@ def _require_same(job: Job, plan: PrivacyPlan) -> None:
 def _hopeless(job: Job, arena: Arena) -> bool:
     """Whether a run that was killed has lost more steps than its plan has to spare, so that it must begin again.
 
-    Where no row is private, beginning again is better than a run that is short of a few steps.
+    Where no row is private, beginning again is better than a run that is short of a few steps. Noise from a seed must
+    not be drawn again from its beginning where a run stopped.
     """
     folder = RunFolder(job.folder)
     if not folder.config.exists():
         return False
-    if not arena.spends:
+    if not arena.spends or job.unsafe_seed is not None:
         return True
     run_id, ledger = read_json(folder.config)["run_id"], Ledger.open(job.ledger, create=False)
     spent = ledger.runs[run_id].spent if run_id in ledger.runs else 0

@@ -36,7 +36,8 @@ class Request:
     """What a study is to do; fixed by its first start, except that seeds and methods may be added.
 
     `seeds` is the number of runs of each method by name; `methods` without one are left out. Both that and the order of
-    `methods` are as `resolve` and `seeds_for` give them.
+    `methods` are as `resolve` and `seeds_for` give them. A method in `settings` has its setting from there and needs no
+    search.
     """
 
     task: str
@@ -48,6 +49,7 @@ class Request:
     search: SearchMode = "public search"
     quick: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Setting] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(0 < self.delta < 1, "delta", self.delta, "in (0, 1)")
@@ -64,8 +66,8 @@ class Request:
 
     @property
     def searched(self) -> list[Method]:
-        """Those that need a learning rate."""
-        return [method for method in self.arms if method.trains]
+        """Those whose learning rate is not known yet."""
+        return [method for method in self.arms if method.trains and method.name not in self.settings]
 
     def to_json(self) -> dict[str, Any]:
         """What must be the same when a study is resumed, apart from its methods and seeds."""
@@ -77,6 +79,7 @@ class Request:
             "search": self.search,
             "quick": self.quick,
             "options": dict(self.options),
+            "settings": {name: asdict(setting) for name, setting in self.settings.items()},
         }
         return dict(json.loads(json.dumps(fixed)))
 
@@ -87,12 +90,16 @@ class Study:
 
     Guarantee: every run that touches private rows is in the study's ledger before it does so, the runs of a paper
     search included. Runs of a public search have ledgers of their own, because their rows are public.
+
+    With `unsafe_seeds` all methods of a seed have the same noise and samples, so what differs between them is due to
+    the methods alone. Such runs are not private, and the summary says so.
     """
 
     folder: Path
     request: Request
     source: ProblemSource
     data_ledger: Path | None = None
+    unsafe_seeds: bool = False
 
     @property
     def ledger(self) -> Path:
@@ -128,7 +135,7 @@ class Study:
         if path.exists():
             written = read_json(path)
             before = StudyRecord.from_json(written)
-            require_same(written, fixed, self.folder)
+            require_same({"settings": {}, **written}, fixed, self.folder)
             for name, count in before.seeds.items():
                 now = request.seeds.get(name, 0)
                 require(now >= count, f"seeds of {name}", now, f"at least {count}, as before: none may be left out")
@@ -190,6 +197,7 @@ class Study:
             start=self._start_file(seed, False),
             ledger=self.ledger,
             delta=self.request.delta,
+            unsafe_seed=seed if self.unsafe_seeds else None,
         )
 
     # What is missing.
@@ -199,7 +207,7 @@ class Study:
         warm = [method for method in self.request.arms if method.start == "public"]
         seeds = range(max((self.request.seeds[method.name] for method in warm), default=0))
         wanted = [(seed, False) for seed in seeds]
-        if any(method.trains for method in warm):
+        if any(method in self.request.searched for method in warm):
             wanted.append((SEARCH_SEED, True))
         return [start for start in wanted if not self._start_file(*start).exists()]
 
@@ -250,7 +258,9 @@ class Study:
         return Choice.from_json(read_json(self._choice_file(method)))
 
     def _setting(self, method: Method) -> Setting:
-        """What the search chose; a method that takes no private step needs none."""
+        """What was given or the search chose; a method that takes no private step needs none."""
+        if method.name in self.request.settings:
+            return self.request.settings[method.name]
         setting = self._choice(method).setting if method.trains else None
         return setting or Setting(1.0)
 

@@ -1,0 +1,58 @@
+"""The benchmarks that are studies at given settings, on tasks that take seconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.studies import ablation, cohorts
+from halfsilver.runs.folder import read_json, write_json
+from halfsilver.study.problem import Setting
+from halfsilver.study.study import Request, Study
+from halfsilver.tasks import source
+from tests.federated import test_user_study as users
+from tests.study import small_study as small
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    source._opened.cache_clear()
+
+
+def test_an_ablation_changes_one_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(small.RECIPE, search_share=0.5)
+    monkeypatch.setattr(source, "TASKS", {"emnist": lambda data, **options: small.problem()})
+    monkeypatch.setattr(ablation, "load", lambda task, name: (recipe, {"delta": 1e-4}))
+    words = ["emnist", "--epsilon", "5", "--data", str(tmp_path), "--out", str(tmp_path), "--workers", "1"]
+    monkeypatch.setattr("sys.argv", ["ablation", *words, "--seeds", "1", "--only", "swapped", "--json"])
+    ablation.main()
+    rows = read_json(tmp_path / "ablation.json")["rows"]
+    assert [(row["variant"], row["method"]) for row in rows] == [
+        *(("as it is", method) for method in ("public", "warm", "pda")),
+        *(("learning rates of warm and pda swapped", method) for method in ("warm", "pda")),
+    ]
+    assert "loss_change" not in rows[0]
+    assert rows[3]["loss_change"] == pytest.approx(rows[3]["loss"] - rows[1]["loss"])
+    (swapped,) = [path for path in tmp_path.glob("*/study.json") if path.parent.name != "0"]
+    assert read_json(swapped)["settings"]["warm"] == asdict(Setting(2.0))
+    assert read_json(swapped)["plan"]["steps"] == 10
+    runs = tmp_path / "0" / "runs", swapped.parent / "runs"
+    first, second = (read_json(folder / "warm-seed-0" / "result.json")["curve"][0] for folder in runs)
+    assert first == second, "both variants have the same start"
+
+
+def test_cohorts_of_a_study_of_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = tmp_path / "study", tmp_path / "out"
+    request = Request(task="stackexchange", recipe=users.RECIPE, epsilon=8.0, delta=1e-4, seeds={"warm": 1}, quick=True)
+    Study(folder=folder, request=request, source=users.problem).go()
+    monkeypatch.setattr(source, "TASKS", {"stackexchange": lambda data, **options: users.problem()})
+    monkeypatch.setattr(cohorts, "load", lambda task, name: (users.RECIPE, {}))
+    words = ["--study", str(folder), "--out", str(out), "--data", str(tmp_path), "--method", "warm", "--workers", "1"]
+    monkeypatch.setattr("sys.argv", ["cohorts", *words, "--epsilons", "8", "4", "--cohorts", "5", "--rounds", "2"])
+    cohorts.main()
+    found = read_json(out / "cohorts-warm.json")
+    assert [(row["cohort"], row["epsilon"]) for row in found["rows"]] == [(5, 4.0), (5, 8.0)]
+    assert found["setting"] == read_json(folder / "search" / "warm" / "choice.json")["setting"]
+    write_json(out / "again.json", found)  # nothing in it that JSON has not
