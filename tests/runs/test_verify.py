@@ -356,6 +356,10 @@ def test_calibrate_command() -> None:
     out = json.loads(call(*words, "--json").stdout)
     assert 1.42 <= out["noise_multiplier"] <= 1.43
     assert out["epsilon"]["pld"] <= 3.51
+    declared = ["--population", "48000", "--batch-size", "500", "--epochs", "100"]
+    same = json.loads(call(*words[:5], *declared, "--json").stdout)
+    assert same["steps"] == 9600
+    assert same["noise_multiplier"] == pytest.approx(out["noise_multiplier"], rel=1e-4)
 
 
 def test_verify_command(finished_run: Path) -> None:

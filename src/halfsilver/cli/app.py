@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from halfsilver.__main__ import main
-from halfsilver.errors import MissingExtra, require
+from halfsilver.errors import ConfigError, MissingExtra, require
 from halfsilver.privacy.plan import PrivacyPlan
 
 try:
@@ -78,23 +78,52 @@ def epsilon(
 def calibrate(
     epsilon: Annotated[float, typer.Option(help="Largest epsilon that the run may spend.")],
     delta: Delta,
-    sampling_rate: SamplingRate,
-    steps: Steps,
+    population: Annotated[float | None, typer.Option(help="Number of private records, as you declare it.")] = None,
+    batch_size: Annotated[float | None, typer.Option(help="Expected records per step, at most the population.")] = None,
+    epochs: Annotated[
+        float | None, typer.Option(help="How often a record is drawn on average. Or give --steps.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of private steps. Or give --epochs.")] = None,
+    sampling_rate: Annotated[
+        float | None, typer.Option(help="Batch size / population, in (0, 1], in place of these two.")
+    ] = None,
     spare_steps: Annotated[int, typer.Option(help="Further steps to reserve for repeats after a crash.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Compute the smallest noise that keeps a run within epsilon."""
-    plan = PrivacyPlan.calibrate(
-        epsilon=epsilon,
-        delta=delta,
-        steps=steps,
-        sampling_rate=sampling_rate,
-        expected_batch_size=1.0,
-        spare_steps=spare_steps,
-    )
-    reached = plan.epsilon(delta)
-    out = {"epsilon": {"pld": reached, "rdp": plan.epsilon(delta, "rdp")}, "delta": delta, **_asked(plan)}
-    rows = {"noise multiplier": plan.noise_multiplier, "epsilon (PLD)": reached, "delta": delta}
+    if sampling_rate is None:
+        plan = PrivacyPlan.calibrate(
+            epsilon=epsilon,
+            delta=delta,
+            population=population,
+            batch_size=batch_size,
+            epochs=epochs,
+            steps=steps,
+            spare_steps=spare_steps,
+        )
+    else:
+        if population is not None or batch_size is not None or epochs is not None or steps is None:
+            raise ConfigError(
+                "Expected --sampling-rate with --steps, and without --population, --batch-size, --epochs."
+            )
+        start = PrivacyPlan(
+            steps=steps,
+            sampling_rate=sampling_rate,
+            expected_batch_size=1.0,
+            noise_multiplier=1.0,
+            spare_steps=spare_steps,
+            delta=delta,
+        )
+        plan = start.with_least_noise(epsilon)
+    reached = plan.epsilon()
+    out = {"epsilon": {"pld": reached, "rdp": plan.epsilon(accountant="rdp")}, "delta": delta, **_asked(plan)}
+    rows = {
+        "noise multiplier": plan.noise_multiplier,
+        "epsilon (PLD)": reached,
+        "delta": delta,
+        "steps": plan.steps,
+        "sampling rate": plan.sampling_rate,
+    }
     _show(out, as_json, "Calibrated plan", rows)
 
 
