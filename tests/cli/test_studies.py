@@ -54,6 +54,15 @@ def test_compare_prints_one_json_object_and_goes_on(small: Path) -> None:
     assert "seed 0" not in again.stderr, "a finished run was done again"
 
 
+def test_compare_some_methods_and_how_to_do_it_again(small: Path) -> None:
+    words = ["compare", "emnist", "--epsilon", "5", "--seeds", "1", "--methods", "guarded,warm", "--workers", "1"]
+    done = invoke(*words, "--quick", "--out", "s", "--json")
+    assert done.exit_code == 0, done.output
+    assert [run["method"] for run in json.loads(done.stdout)["runs"]] == ["warm", "guarded"]
+    page = invoke("report", "s")
+    assert "--methods warm,guarded" in Path(page.stdout.strip()).read_text()
+
+
 def test_compare_for_people_and_its_report(small: Path) -> None:
     done = invoke(
         "compare", "emnist", "--epsilon", "5", "--seeds", "1", "--search", "paper", "--workers", "1", "--out", "s"
@@ -84,6 +93,7 @@ def test_run_makes_a_run_folder_that_verifies(small: Path) -> None:
     ("words", "message"),
     [
         (["run", "emnist", "--method", "sgd"], "method='sgd'"),
+        (["compare", "emnist", "--epsilon", "1", "--methods", "warm,sgd"], "method='sgd' in ('public', 'cold',"),
         (["compare", "emnist", "--search", "test"], "search='test'"),
         (["compare", "emnist"], "Expected either epsilon"),
         (["compare", "emnist", "--epsilon", "-1"], "epsilon=-1"),

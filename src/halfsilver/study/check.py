@@ -1,4 +1,4 @@
-"""What is looked at before a study begins, or goes on."""
+"""Checks before a study begins or is resumed."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ def sizes(problem: Problem) -> dict[str, Any]:
     return {"population": problem.population, "rows": rows, "parameters": parameters}
 
 
-def require_same(found: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
-    for name, value in asked.items():
-        if _given(found.get(name)) != _given(value):
-            was, now = _apart(found.get(name), value)
+def require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to resume a study of which something has changed."""
+    for name, value in now.items():
+        if _given(before.get(name)) != _given(value):
+            was, is_now = _apart(before.get(name), value)
             raise ConfigError(
-                f"Expected {name} of the study in {folder} to be unchanged: it was {was!r} and is now {now!r}. Use "
+                f"Expected {name} of the study in {folder} to be unchanged: it was {was!r} and is now {is_now!r}. Use "
                 "another folder for another study."
             )
 

@@ -42,9 +42,9 @@ def neighbours(point: Setting, among: Sequence[Setting]) -> list[Setting]:
     >>> neighbours(Setting(1.0), [Setting(0.5), Setting(1.0), Setting(2.0)])
     []
     """
-    found = [Setting(lr, point.alpha_end) for lr in _beyond_rates(point.lr, sorted({s.lr for s in among}))]
+    rates = [Setting(lr, point.alpha_end) for lr in _beyond_rates(point.lr, sorted({s.lr for s in among}))]
     ends = sorted({s.alpha_end for s in among if s.alpha_end is not None})
-    return found + [Setting(point.lr, end) for end in _beyond_ends(point.alpha_end, ends)]
+    return rates + [Setting(point.lr, end) for end in _beyond_ends(point.alpha_end, ends)]
 
 
 def _beyond_rates(rate: float, rates: Sequence[float]) -> list[float]:

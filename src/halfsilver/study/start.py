@@ -27,18 +27,18 @@ def new_model(problem: Problem, seed: int) -> nn.Module:
 
 def make_start(problem: Problem, recipe: Recipe, seed: int, path: Path) -> None:
     """Pretrain the model of `seed` and write its weights to `path`, unless they are there."""
-    asked = {"seed": seed, "pretrain": asdict(recipe.pretrain), "autocast": recipe.autocast}
+    origin = {"seed": seed, "pretrain": asdict(recipe.pretrain), "autocast": recipe.autocast}
     if path.exists():
-        found = checkpoint.read(path)[1]
-        for name, value in asked.items():
-            if found.get(name) != value:
-                raise ConfigError(f"Expected {name} of {path} to be {value!r}, found {found.get(name)!r}. Remove it.")
+        before = checkpoint.read(path)[1]
+        for name, value in origin.items():
+            if before.get(name) != value:
+                raise ConfigError(f"Expected {name} of {path} to be {value!r}, found {before.get(name)!r}. Remove it.")
         return
     started = time.monotonic()
     model = new_model(problem, seed)
     how = _pretrain(model, problem, recipe, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.write(path, model.state_dict(), {**asked, **how, "seconds": time.monotonic() - started})
+    checkpoint.write(path, model.state_dict(), {**origin, **how, "seconds": time.monotonic() - started})
 
 
 def load_start(model: nn.Module, path: Path) -> dict[str, Any]:
