@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from halfsilver._core.averaging import Average, AverageKind, copy_to
 from halfsilver._core.distributed import World
 from halfsilver._core.random import own_randomness
-from halfsilver._core.sharded import local, replicated, reshard, unwrapped, whole_model
+from halfsilver._core.sharded import is_sharded, local, replicated, reshard, unwrapped, whole_model
 from halfsilver._core.tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.errors import BudgetExceeded, ConfigError, PrivateDataError, require
-from halfsilver.mirror import Clock, Euclidean, MirrorMap, PretrainResult, PublicLoss, Step, pretrain
+from halfsilver.mirror import Clock, Euclidean, Geometry, MirrorMap, PretrainResult, PublicLoss, Step, pretrain
 from halfsilver.mirror.base import as_map
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
@@ -120,6 +120,8 @@ class Trainer:
         optimizer: A torch optimizer that holds exactly the trainable parameters of `model`.
         plan: How often the private data are used, and with how much noise. See `PrivacyPlan.calibrate`.
         mirror: How public data enter the step (default: `Euclidean()`, not at all).
+        geometry: Coordinates, made from public rows, in which gradients are clipped and noise is added (default: those
+            of the model's own weights). See `Whitened`. The model has its own layers again when `fit` ends.
         public_loss_fn: The loss on public rows, where these differ in form from private ones (default: `loss_fn`).
         public_batch_size: Public rows per step, at least 1 (default: all of them). Set it if there are many.
         scheduler: A learning-rate scheduler of `optimizer`; it steps after each update.
@@ -167,6 +169,7 @@ class Trainer:
     optimizer: Optimizer
     plan: PrivacyPlan
     mirror: MirrorMap = field(default_factory=Euclidean)
+    geometry: Geometry | None = None
     public_loss_fn: LossFn | None = None
     public_batch_size: int | None = None
     scheduler: LRScheduler | None = None
@@ -273,6 +276,46 @@ class Trainer:
         """
         private = private if isinstance(private, PrivateData | Engine) else PrivateData(private)
         self._refuse_private(private, public, test)
+        with self._shaped(public):
+            return self._fit(private, public, run_dir, ledger, delta, test, test_every, check_usable)
+
+    @contextmanager
+    def _shaped(self, public: Any) -> Iterator[None]:
+        """The model in the coordinates of the geometry; afterwards in its own, with the weights that it then has.
+
+        A resumed run shapes the model anew, because shapes must fit, and then takes the coordinates of its checkpoint.
+        """
+        if self.geometry is None:
+            yield
+            return
+        rows = public.rows.source if isinstance(public, PublicLoss) else public
+        if rows is None:
+            raise ConfigError(f"{self.geometry!r} needs public data, got public=None. Give fit(private, public, ...).")
+        if any(is_sharded(p) for p in self.model.parameters()):
+            raise ConfigError("Expected parameters that are not sharded for a geometry. Leave out fully_shard.")
+        given = self.model
+        shaped = self.geometry.shape(given, self.public_loss_fn or self.loss_fn, rows)
+        if isinstance(public, PublicLoss) and shaped.model is not given:
+            raise ConfigError("Expected public rows, not a PublicLoss, for a model of a single layer with a geometry.")
+        self.model = shaped.model
+        try:
+            yield
+        finally:
+            shaped.merge()
+            self.model = given
+            self._state.average = Average(self.average)  # in other coordinates; the model has it already
+
+    def _fit(
+        self,
+        private: PrivateData | Engine,
+        public: Any,
+        run_dir: str | Path,
+        ledger: Ledger | str | Path | None,
+        delta: float | None,
+        test: Any,
+        test_every: int | None,
+        check_usable: bool,
+    ) -> RunResult:
         psi = None if public is None else self._public_loss(public)
         reshard(self.model)
         world, config = self._world, self._config()
@@ -533,5 +576,6 @@ class Trainer:
             "metrics_not_private": self.metrics_not_private,
             # Only if it is not the default, so that run folders without it can still be opened.
             **({} if self.skip_public_copies else {"skip_public_copies": False}),
+            **({} if self.geometry is None else {"geometry": repr(self.geometry)}),
             **({} if self.performance.trusted is None else {"backend": self.performance.trusted}),
         }

@@ -15,6 +15,7 @@ from halfsilver.mirror.base import (
 from halfsilver.mirror.bregman import Bregman, DualAveraging
 from halfsilver.mirror.fall_back import FallBack
 from halfsilver.mirror.first_order import FirstOrder
+from halfsilver.mirror.geometry import Geometry, Shaped, Whitened
 from halfsilver.mirror.momentum import Momentum
 from halfsilver.mirror.pretrain import PretrainResult, pretrain
 from halfsilver.mirror.public import PublicLoss
@@ -34,6 +35,7 @@ __all__ = [
     "Euclidean",
     "FallBack",
     "FirstOrder",
+    "Geometry",
     "GradientBall",
     "Intersection",
     "L2Ball",
@@ -44,9 +46,11 @@ __all__ = [
     "PublicLoss",
     "Quadratic",
     "Schedule",
+    "Shaped",
     "State",
     "Stateless",
     "Step",
+    "Whitened",
     "chain",
     "clip_released",
     "constant",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast
 
 from halfsilver.errors import ConfigError, require
-from halfsilver.mirror import Bregman, Euclidean, FallBack, FirstOrder, MirrorMap, cosine
+from halfsilver.mirror import Bregman, Euclidean, FallBack, FirstOrder, Geometry, MirrorMap, Whitened, cosine
 from halfsilver.study.problem import Grid, Recipe, Setting
 
 Start = Literal["public", "random"]
@@ -71,10 +71,6 @@ class Conditions:
     recipe: Recipe
 
 
-class Geometry(Protocol):
-    """A change of coordinates before the clip. No implementation exists yet."""
-
-
 class Finish(Protocol):
     """A step after training. No implementation exists yet."""
 
@@ -98,7 +94,7 @@ class Method(Arm):
         trains: Whether it takes private steps. A method that does not costs no epsilon and needs no search.
         description: A few words for the report.
         effect: Words for what the pair shows and for the baseline, as in ("the mirror", "a warm start without it").
-        geometry: Reserved for a change of coordinates before the clip. Must be None in this version.
+        geometry: Coordinates for the clip and the noise, made from public rows (default: those of the weights).
         mirror: The map that turns a released gradient into the optimizer's direction, after the noise. A function of
             `Conditions` makes the map depend on what the search tries, such as ``at.setting.alpha_end``.
         finish: Reserved for a step after training. Must be None in this version.
@@ -128,7 +124,6 @@ class Method(Arm):
         require(self.name != BEST_PRIVATE, "name", self.name, "another name: the verdict uses it for the best method")
         require(self.start in ("public", "random"), "start", self.start, "in ('public', 'random')")
         require(self.against != self.name, "against", self.against, "the name of another method, or None")
-        require(self.geometry is None, "geometry", self.geometry, "None, because no geometry is implemented yet")
         require(self.finish is None, "finish", self.finish, "None, because no finish is implemented yet")
         usable = not isinstance(self.mirror, type) and (self._is_map or callable(self.mirror))
         require(usable, "mirror", self.mirror, "to be a map such as FirstOrder(0.9), or a function that returns one")
@@ -201,6 +196,7 @@ class Method(Arm):
             "mirror": mirror,
             "learning_rates": list(self.rates_in(recipe.grid)),
             "searches_alpha": self.searches_alpha,
+            **({} if self.geometry is None else {"geometry": repr(self.geometry)}),
         }
 
 
@@ -252,9 +248,17 @@ GUARDED = Method(
     description="pda, which lets go of public gradients that oppose the private ones",
     effect=("the guard", "the mirror without it"),
 )
+WHITENED = Method(
+    name="whitened",
+    geometry=Whitened(),
+    grid_row="warm",
+    against="warm",
+    description="warm, clipped and noised in coordinates from public rows",
+    effect=("the geometry", "a warm start without it"),
+)
 
 METHODS = (PUBLIC, COLD, WARM, PDA)  # those of a study that names none; study.json says no more of them than the name
-REGISTERED: Mapping[str, Method] = {method.name: method for method in (*METHODS, GUARDED)}
+REGISTERED: Mapping[str, Method] = {method.name: method for method in (*METHODS, GUARDED, WHITENED)}
 NAMES = tuple(method.name for method in METHODS)
 
 

@@ -135,6 +135,7 @@ def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Job, p
         optimizer=sgd,
         plan=plan,
         mirror=mirror_of(recipe, job, plan),
+        geometry=job.method.geometry,
         public_loss_fn=public_loss_fn(problem, recipe),
         public_batch_size=recipe.public_batch_size,
         scheduler=torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: falling(step / steps, recipe.lr_end)),
