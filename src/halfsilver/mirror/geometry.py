@@ -163,7 +163,7 @@ class Whitened:
             number = _norm_ratio(root, loss_fn, self._labelled(root, loss_fn, batch), sides)
         layers = []
         for parent, name, layer in places:
-            sides[layer].before.times_(number)
+            sides[layer].after.times_(number)
             shaped = shaped_layer(layer, sides[layer])
             setattr(parent, name, shaped)
             layers.append((parent, name, shaped))
@@ -251,11 +251,16 @@ def _watched(
 
 @dataclass
 class Sides:
-    """The factors on the input and on the output of a layer, the mean of its input, and a scale per embedded token."""
+    """The factors on the input and on the output of a layer.
+
+    For linear layers also the point around which inputs are taken, and the scale of the bias; for embeddings a scale
+    per token.
+    """
 
     before: Factor
     after: Factor
     mean: Tensor | None = None
+    bias: float = 1.0
     tokens: Tensor | None = None
 
 
@@ -301,12 +306,17 @@ class Moments:
         if isinstance(self.layer, nn.Embedding):
             tokens = whitening(inputs, damping, 0).scale
             return Sides(whitening(torch.ones(1), damping, 0), after, tokens=tokens)
-        mean = None
-        if isinstance(self.layer, nn.Linear) and self.layer.bias is not None:
-            assert isinstance(self._sum, Tensor)
-            mean = self._sum / self._count  # around it, the bias is orthogonal to the weights
-            inputs = inputs - self._count * (mean.outer(mean) if inputs.dim() == 2 else mean.square())
-        return Sides(whitening(inputs, damping, rank), after, mean=mean)
+        if not isinstance(self.layer, nn.Linear) or self.layer.bias is None:
+            return Sides(whitening(inputs, damping, rank), after)
+        # The bias is the weight of an input 1. Around p / q, the inputs are orthogonal to it: with the damped moment
+        # [[P, p], [p^T, q]] of (x, 1), its inverse form is |x - p / q|^2 in (P - p p^T / q)^-1, and 1 / q.
+        assert isinstance(self._sum, Tensor)
+        moment, mean = inputs / self._count, self._sum / self._count
+        size = (float(_diagonal(moment).sum()) + 1) / (len(moment) + 1)
+        cross, own = mean / size / (1 + damping), (1 / size + damping) / (1 + damping)
+        around = cross.outer(cross) / own if moment.dim() == 2 else cross.square() / own
+        before = inverse_root(damped(moment, damping, size) - around, rank)
+        return Sides(before, after, mean=cross / own, bias=own**-0.5)
 
 
 def rows_of(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -472,24 +482,45 @@ def whitening(moment: Tensor, damping: float, rank: int, *, transposed: bool = F
         rank: Leading directions of a large side.
         transposed: Which of the two products is the inverse.
     """
-    moment = moment.double()
-    diagonal = moment if moment.dim() == 1 else moment.diagonal()
-    mean = float(diagonal.mean())
-    if not 0 < mean < math.inf:  # a layer that public rows never reach keeps its coordinates
+    size = float(_diagonal(moment).double().mean())
+    if not 0 < size < math.inf:  # a layer that public rows never reach keeps its coordinates
         return Factor(scale=torch.ones(len(moment)), transposed=transposed)
-    diagonal = (diagonal.clamp_min(0) / mean + damping) / (1 + damping)
-    if moment.dim() == 1:
-        return Factor(scale=diagonal.rsqrt(), transposed=transposed)
-    damped = (moment / mean + damping * torch.eye(len(moment), dtype=torch.float64)) / (1 + damping)
-    if len(moment) <= _FULL:
-        values, vectors = torch.linalg.eigh(damped)
+    return inverse_root(damped(moment, damping, size), rank, transposed=transposed)
+
+
+def damped(moment: Tensor, damping: float, size: float) -> Tensor:
+    """(moment / size + damping) / (1 + damping), in float64.
+
+    Args:
+        moment: A symmetric matrix, or its diagonal.
+        damping: At least 0.
+        size: The unit, such as the mean eigenvalue.
+    """
+    one = torch.ones(len(moment), dtype=torch.float64, device=moment.device)
+    return (moment.double() / size + damping * (one if moment.dim() == 1 else one.diag())) / (1 + damping)
+
+
+def inverse_root(matrix: Tensor, rank: int, *, transposed: bool = False) -> Factor:
+    """M with M^T M = P^-1, or M M^T = P^-1 if transposed; on large sides for the leading directions of P alone.
+
+    Args:
+        matrix: A positive matrix P, or its diagonal.
+        rank: Leading directions of a large side.
+        transposed: Which of the two products is the inverse.
+    """
+    scale = _diagonal(matrix).clamp_min(1e-12).rsqrt()
+    if matrix.dim() == 2 and len(matrix) <= _FULL:
+        values, vectors = torch.linalg.eigh(matrix)
         return Factor(matrix=(vectors * values.clamp_min(1e-12).rsqrt()) @ vectors.T, transposed=transposed)
-    scale = diagonal.rsqrt()
-    if rank == 0:
+    if matrix.dim() == 1 or rank == 0:
         return Factor(scale=scale, transposed=transposed)
-    values, vectors = torch.linalg.eigh(scale[:, None] * damped * scale)
+    values, vectors = torch.linalg.eigh(scale[:, None] * matrix * scale)
     values, vectors = values[-rank:], vectors[:, -rank:]
     return Factor(scale=scale, basis=vectors, gain=values.rsqrt() - 1, transposed=transposed)
+
+
+def _diagonal(moment: Tensor) -> Tensor:
+    return moment if moment.dim() == 1 else moment.diagonal()
 
 
 # ---- layers
@@ -520,33 +551,36 @@ def shaped_layer(layer: nn.Module, sides: Sides) -> ShapedLayer:
 
 @final
 class ShapedLinear(ShapedLayer):
-    """y = L (V M (x - m) + c)."""
+    """y = L (V M (x - m) + s c), with s the scale of the bias c."""
 
     mean: Tensor
+    scale: Tensor
 
     def __init__(self, layer: nn.Linear, sides: Sides) -> None:
         super().__init__()
         self.layer, self.before, self.after = layer, sides.before, sides.after
         self.register_buffer("mean", torch.zeros(0) if sides.mean is None else sides.mean.float())
+        self.register_buffer("scale", torch.tensor(sides.bias))
         self.to(layer.weight.device)
         weight = layer.weight.detach().double()
         if layer.bias is not None:
             bias = layer.bias.detach().double()
             bias = bias + weight @ self.mean.double() if self.mean.numel() else bias
-            layer.bias.data = self.after.solve(bias).to(layer.bias)
+            layer.bias.data = (self.after.solve(bias) / self.scale.double()).to(layer.bias)
         layer.weight.data = self.after.solve(self.before.solve_t(weight).T).T.to(layer.weight).contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.mean.numel():
-            x = x - self.mean
-        found: Tensor = self.after(self.layer(self.before(x)))
+        if not self.mean.numel():
+            return self.after(self.layer(self.before(x)))  # type: ignore[no-any-return]
+        # The layer adds its bias c as it is, so the input is divided by the scale that multiplies the sum.
+        found: Tensor = self.after(self.layer(self.before(x - self.mean) / self.scale) * self.scale)
         return found
 
     def merged(self) -> nn.Linear:
         layer = self.layer
         weight = self.after.mul(self.before.mul_t(layer.weight.detach()).T).T
         if layer.bias is not None:
-            bias = self.after.mul(layer.bias.detach())
+            bias = self.after.mul(layer.bias.detach()) * self.scale.double()
             layer.bias.data = (bias - weight @ self.mean.double() if self.mean.numel() else bias).to(layer.bias)
         layer.weight.data = weight.to(layer.weight).contiguous()
         return layer
@@ -623,7 +657,7 @@ class ShapedEmbedding(ShapedLayer):
         super().__init__()
         assert sides.tokens is not None
         self.layer, self.after = layer, sides.after
-        self.register_buffer("tokens", sides.tokens[:, None] * float(sides.before.scale))
+        self.register_buffer("tokens", sides.tokens[:, None].clone())
         self.to(layer.weight.device)
         layer.weight.data = self.after.solve(layer.weight.detach() / self.tokens).to(layer.weight).contiguous()
 
