@@ -1,4 +1,4 @@
-"""The study of the paper's section 4: public, cold, warm and pda over the dimension, at epsilon 1.
+"""The study of the paper's section 4, and one more arm: public, cold, warm, pda and whitened, at epsilon 1.
 
 All grid points of a trial are the columns of one matrix, so that a step of all of them is two sparse products.
 """
@@ -8,23 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.study.method import NAMES, registered
+from halfsilver.study.method import NAMES, WHITENED, registered
 from halfsilver.tasks.linreg.data import ROW_NORM, Problem, gram, risk
 
 EPSILON, DELTA = 1.0, 1e-5
-METHODS = NAMES
+METHODS = (*NAMES, WHITENED.name)
 _DAMPING = 1e-3  # times the mean eigenvalue: every row has the same two block sums, so that H has rank p - 1
 
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One setting of the search: number of steps, clip norm, and how far a step goes.
+    """One setting of the search: number of steps, clip norm, how far a step goes, and the damping of the geometry.
 
     `reach` is learning rate times clip norm, in units of the inverse mean curvature: once every gradient is clipped, it
     is all that matters, so that a search over (reach, clip) does not drift along a valley.
@@ -33,13 +33,14 @@ class Point:
     steps: int
     reach: float
     clip: float
+    damping: float = 0.0  # of methods with a geometry
 
     @property
     def lr(self) -> float:
         return self.reach / self.clip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """A trial with what its public data give: the Hessian's factor and the public model."""
 
@@ -65,9 +66,21 @@ class Prepared:
         x, y = self.problem.public
         return self.inverse @ (x.t() @ y[:, None] / (len(y) * self.curvature)).squeeze(1)
 
+    def whitening(self, damping: float) -> tuple[Tensor, Tensor]:
+        """U = ((H / curvature + damping) / (1 + damping))^-1/2 from public rows, and |U x| for each private row x."""
+        return _whitening(self, damping)
+
     @cached_property
     def transposed(self) -> Tensor:
         return self.problem.private[0].t().to_sparse_csr()
+
+
+@lru_cache(maxsize=2)  # of the trials of a search, whose points come damping by damping
+def _whitening(prepared: Prepared, damping: float) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh((prepared.hessian / prepared.curvature).float())
+    root = (vectors * ((values.clamp_min(0) + damping) / (1 + damping)).rsqrt()) @ vectors.T
+    x = prepared.problem.private[0]
+    return root, torch.linalg.vector_norm(x @ root, dim=1)
 
 
 def noise_multiplier(steps: int) -> float:
@@ -82,7 +95,10 @@ def _one_step() -> float:
 
 
 def run(prepared: Prepared, method: str, points: Sequence[Point], seed: int) -> dict[tuple[Point, str], float]:
-    """Population risk of the last and of the averaged iterate of `method` at each point; columns share one loop."""
+    """Population risk of the last and of the averaged iterate of `method` at each point; columns share one loop.
+
+    All points have the same damping.
+    """
     points = sorted(points, reverse=True)  # longest first, so that the columns still running are always the first ones
     generator = torch.Generator().manual_seed(seed)
     random = registered(method).start == "random"
@@ -103,9 +119,14 @@ def update(prepared: Prepared, method: str, points: Sequence[Point], theta: Tens
     (x, y), n = prepared.problem.private, len(prepared.problem.private[1])
     lr, clip = torch.tensor([p.lr for p in points]), torch.tensor([p.clip for p in points])
     sigma = torch.tensor([noise_multiplier(p.steps) for p in points])
+    root, norms = prepared.whitening(points[0].damping) if registered(method).geometry else (None, ROW_NORM)
     residual = x @ theta - y[:, None]
-    residual *= (clip / (residual.abs() * ROW_NORM).clamp_min(1e-20)).clamp_max(1.0)
+    residual *= (clip / (residual.abs() * torch.as_tensor(norms).reshape(-1, 1)).clamp_min(1e-20)).clamp_max(1.0)
     gradient = prepared.transposed @ residual
+    if root is not None:
+        gradient = root @ gradient
     gradient += torch.randn(gradient.shape, generator=generator) * (sigma * clip)
+    if root is not None:
+        gradient = root @ gradient
     direction = prepared.inverse @ gradient if registered(method).has_mirror else gradient
     theta -= direction * (lr / (n * prepared.curvature))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from halfsilver.runs.folder import read_json, write_json
-from halfsilver.study.method import COLD, PDA, PUBLIC, WARM, registered
+from halfsilver.study.method import COLD, PDA, PUBLIC, WARM, WHITENED, registered
 from halfsilver.tasks.linreg.data import make_problem, risk
 from halfsilver.tasks.linreg.methods import METHODS, Point, Prepared, run
 
@@ -26,8 +26,15 @@ DIMS = tuple(range(500, 6001, 500))
 SEARCHED = tuple(name for name in METHODS if registered(name).trains)
 
 _SEARCH_SEEDS = (10_000, 10_001)
-_STEPS = {COLD.name: (80, 160, 320), WARM.name: (80, 160, 320), PDA.name: (20, 40, 80, 160, 320)}
-_START = {COLD.name: (1.25e-3, 2e-3), WARM.name: (1e-3, 5e-3), PDA.name: (2.5e-3, 2.5e-3)}  # reach, clip
+_LONG, _ANY = (80, 160, 320), (20, 40, 80, 160, 320)
+_STEPS = {COLD.name: _LONG, WARM.name: _LONG, PDA.name: _ANY, WHITENED.name: _ANY}
+_START = {  # reach, clip
+    COLD.name: (1.25e-3, 2e-3),
+    WARM.name: (1e-3, 5e-3),
+    PDA.name: (2.5e-3, 2.5e-3),
+    WHITENED.name: (1e-2, 2.5e-3),
+}
+_DAMPINGS = (0.1, 0.3, 1.0)  # of a geometry
 _WORTH_MOVING = 0.995  # a neighbour is better if its mean risk is below this share of the centre's
 _WORTH_DOUBLING = 0.99
 
@@ -44,8 +51,10 @@ class Search:
 
     def evaluate(self, points: Sequence[Point]) -> None:
         """All new points as columns of one run: more columns cost next to nothing, more steps do."""
-        new = [p for p in points if (p, "last") not in self.means]
-        if new:
+        for damping in sorted({p.damping for p in points}):
+            new = [p for p in points if p.damping == damping and (p, "last") not in self.means]
+            if not new:
+                continue
             found = [run(t, self.method, new, seed=i) for i, t in enumerate(self.trials)]
             self.means |= {choice: float(np.mean([f[choice] for f in found])) for choice in found[0]}
 
@@ -69,21 +78,27 @@ class Search:
 
 def neighbours(p: Point) -> list[Point]:
     """The 3 x 3 grid around a point, by factors of two in reach and clip norm."""
-    return [Point(p.steps, p.reach * a, p.clip * b) for a in (0.5, 1.0, 2.0) for b in (0.5, 1.0, 2.0)]
+    return [Point(p.steps, p.reach * a, p.clip * b, p.damping) for a in (0.5, 1.0, 2.0) for b in (0.5, 1.0, 2.0)]
 
 
 def search(trials: Sequence[Prepared], method: str) -> tuple[Choice, dict[Choice, float]]:
     """The best setting: no neighbour in reach or clip is better, and twice the steps (at most 320) gain under 1 %."""
     state = Search(trials, method)
-    starts = [Point(steps, *_START[method]) for steps in _STEPS[method]]
+    dampings = _DAMPINGS if registered(method).geometry else (0.0,)
+    best = min((_search_at(state, method, damping) for damping in dampings), key=state.mean)
+    return best, state.means
+
+
+def _search_at(state: Search, method: str, damping: float) -> Choice:
+    starts = [Point(steps, *_START[method], damping) for steps in _STEPS[method]]
     state.evaluate([p for start in starts for p in neighbours(start)])
     choice = state.interior(starts[0])
     for start in starts[1:]:
-        longer = state.interior(Point(start.steps, choice[0].reach, choice[0].clip))
+        longer = state.interior(Point(start.steps, choice[0].reach, choice[0].clip, damping))
         if state.mean(longer) >= _WORTH_DOUBLING * state.mean(choice):
             break
         choice = longer
-    return choice, state.means
+    return choice
 
 
 def search_method(dim: int, method: str, path: Path) -> None:
@@ -101,15 +116,22 @@ def search_method(dim: int, method: str, path: Path) -> None:
 
 
 def run_trial(dim: int, trial: int, out: Path) -> None:
-    """Every method on one fresh trial, at the settings that the search found."""
+    """Every method on one fresh trial, at the settings that the search found; those that are there are kept."""
     torch.set_num_threads(1)
-    prepared = Prepared(make_problem(dim, trial))
-    mse = {PUBLIC.name: float(risk(prepared.public_model[:, None], prepared.problem.theta))}
-    for method in SEARCHED:
+    prepared, path = Prepared(make_problem(dim, trial)), _trial_file(out, dim, trial)
+    mse: dict[str, float] = read_json(path)["mse"] if path.exists() else {}
+    if PUBLIC.name not in mse:
+        mse[PUBLIC.name] = float(risk(prepared.public_model[:, None], prepared.problem.theta))
+    for method in (m for m in SEARCHED if m not in mse):
         record = read_json(_search_file(out, dim, method))
         point = Point(**record["point"])
         mse[method] = run(prepared, method, [point], seed=trial)[point, record["iterate"]]
-    write_json(_trial_file(out, dim, trial), {"dim": dim, "trial": trial, "mse": mse, "torch": torch.__version__})
+    write_json(path, {"dim": dim, "trial": trial, "mse": mse, "torch": torch.__version__})
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a trial has all methods; one of an earlier version may lack some."""
+    return path.exists() and set(METHODS) <= set(read_json(path)["mse"])
 
 
 def _search_file(out: Path, dim: int, method: str) -> Path:
@@ -129,7 +151,7 @@ def study(
     searches = [(search_method, (dim, m, _search_file(out, dim, m))) for dim in order for m in SEARCHED]
     runs = [(run_trial, (dim, trial, out)) for dim in order for trial in range(trials)]
     searches = [job for job in searches if not job[1][2].exists()]
-    runs = [job for job in runs if not _trial_file(out, *job[1][:2]).exists()]
+    runs = [job for job in runs if not _is_whole(_trial_file(out, *job[1][:2]))]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for name, jobs in (("search", searches), ("trial", runs)):
             started = time.monotonic()
@@ -143,7 +165,7 @@ def summarise(out: Path, dims: Sequence[int], trials: int) -> Iterator[dict[str,
     """Mean and half-width of the 95 % t-interval over the trials, from the result files."""
     for dim in dims:
         records = [json.loads(_trial_file(out, dim, t).read_text()) for t in range(trials)]
-        for method in METHODS:
+        for method in (m for m in METHODS if m in records[0]["mse"]):  # earlier studies have fewer
             values = np.array([r["mse"][method] for r in records])
             yield {"dim": dim, "method": method, "mean": float(values.mean()), "ci95": _half_width(values)}
 
