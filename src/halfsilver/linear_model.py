@@ -15,6 +15,7 @@ from halfsilver._core.distributed import World
 from halfsilver._core.tensors import Batch
 from halfsilver.errors import ConfigError, MissingExtra, require
 from halfsilver.mirror import Bregman, ConstraintSet, Euclidean, MirrorMap, Quadratic
+from halfsilver.mirror.geometry import Factor
 from halfsilver.privacy.count import noisy_count
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Performance
@@ -22,7 +23,7 @@ from halfsilver.privacy.gradients.linear import LinearModel
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.recognise import shares_rows
-from halfsilver.study.method import NAMES, registered
+from halfsilver.study.method import NAMES, WHITENED, registered
 from halfsilver.trainer import Trainer
 
 try:
@@ -34,7 +35,8 @@ try:
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtra("scikit-learn", "sklearn") from error
 
-MethodName = Literal["public", "cold", "warm", "pda"]
+MethodName = Literal["public", "cold", "warm", "pda", "whitened"]
+_METHODS = (*NAMES, WHITENED.name)
 _ROWS_AT_ONCE = 4096
 
 
@@ -54,8 +56,9 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
     Args:
         epsilon: The privacy parameter of one fit, above 0. Default 1. Smaller is stronger.
         delta: The delta at which it holds, in (0, 1). Default 1e-5. Choose it well below one over the number of rows.
-        method: "pda" (the default), or one of its baselines: "warm" (DP-SGD from the public solution), "cold" (DP-SGD
-            from zero) and "public" (no private row is read).
+        method: "pda" (the default); "whitened", which clips and adds noise in coordinates in which H is round, and
+            takes dense rows only; or a baseline: "warm" (DP-SGD from the public solution), "cold" (DP-SGD from zero)
+            and "public" (no private row is read).
         steps: The number of steps, at least 1. Default 40. More steps mean more noise per step.
         learning_rate: The step size, above 0. Default 0.25. For "warm" and "cold" it is in units of the inverse mean
             curvature. Raise it towards 1 if noise is small, and lower it if noise dominates.
@@ -139,7 +142,9 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
                 of range.
             BudgetExceeded: If the ledger's budget does not allow the first step.
         """
-        require(self.method in NAMES, "method", self.method, "to be public, cold, warm or pda")
+        require(self.method in _METHODS, "method", self.method, f"in {_METHODS}")
+        if self._whitens and (sparse.issparse(X) or self.constraint is not None):
+            raise ConfigError("Expected dense rows and no constraint for method='whitened'. Use method='pda'.")
         if World.current(torch.device("cpu")).size > 1:
             raise ConfigError("MirrorLinearRegression runs in one process. Fit it before torch.distributed starts.")
         private, dtype, width = private_rows(self, X, y, intercept=self.fit_intercept)
@@ -176,10 +181,14 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         self.run_dir_ = Path(self.run_dir or tempfile.mkdtemp(prefix="halfsilver-"))
         ledger = self.ledger or self.run_dir_ / "ledger.jsonl"
         ledger = ledger if isinstance(ledger, Ledger) else Ledger.open(ledger)
-        plan = self._plan(private, public, ledger)
-        model = torch.nn.Linear(width, 1, bias=False, dtype=dtype)
+        root = public.root() if self._whitens else None
+        plan = self._plan(private, public, ledger, root)
+        linear = torch.nn.Linear(width, 1, bias=False, dtype=dtype)
+        start = public.solution if registered(self.method).start == "public" else torch.zeros(width)
         with torch.no_grad():
-            model.weight.copy_(public.solution if registered(self.method).start == "public" else torch.zeros(width))
+            linear.weight.copy_(start if root is None else torch.linalg.solve(root, start))
+        model = linear if root is None else torch.nn.Sequential(Factor(matrix=root), linear)
+        backend: LinearModel | Literal["auto"] = LinearModel(linear) if root is None else "auto"
         trainer = Trainer(
             model,
             squared_loss,
@@ -187,16 +196,17 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             plan=plan,
             mirror=self._mirror(public),
             average=self.average,
-            performance=Performance(backend=LinearModel(model), micro_batch_size=_ROWS_AT_ONCE),
+            performance=Performance(backend=backend, micro_batch_size=_ROWS_AT_ONCE),
             unsafe_seed=self.unsafe_seed,
             checkpoint_seconds=float("inf"),
         )
         rows = (public.dense.to(dtype), public.y.to(dtype)) if self.constraint else None
         trainer.fit(private, rows, run_dir=self.run_dir_ / "run", ledger=ledger, delta=self.delta)
         self.plan_, self.epsilon_ = plan, ledger.spent(self.delta)
-        return model.weight.detach()[0].double()
+        theta = linear.weight.detach()[0].double()
+        return theta if root is None else root @ theta
 
-    def _plan(self, private: PrivateData, public: _Public, ledger: Ledger) -> PrivacyPlan:
+    def _plan(self, private: PrivateData, public: _Public, ledger: Ledger, root: Tensor | None) -> PrivacyPlan:
         counting = self.n_private is None
         paid = PrivacyPlan.calibrate(
             epsilon=self.epsilon,
@@ -214,7 +224,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             sampling_rate=1.0,
             expected_batch_size=max(float(rows), 1.0),
             noise_multiplier=sigma,
-            max_grad_norm=self.max_grad_norm or public.typical_gradient_norm() / 2,
+            max_grad_norm=self.max_grad_norm or public.typical_gradient_norm(root) / 2,
         )
 
     def _mirror(self, public: _Public) -> MirrorMap:
@@ -226,7 +236,12 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
 
     def _lr(self, public: _Public) -> float:
         """The given rate for Newton steps; for plain gradient steps, in units of the inverse mean curvature."""
-        return self.learning_rate if registered(self.method).has_mirror else self.learning_rate / public.curvature
+        newton = registered(self.method).has_mirror or self._whitens
+        return self.learning_rate if newton else self.learning_rate / public.curvature
+
+    @property
+    def _whitens(self) -> bool:
+        return registered(self.method).geometry is not None
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -258,9 +273,16 @@ class _Public:
     def dense(self) -> Tensor:
         return torch.as_tensor(self.x.toarray() if sparse.issparse(self.x) else self.x)
 
-    def typical_gradient_norm(self) -> float:
+    def root(self) -> Tensor:
+        """(H + ridge)^-1/2: the coordinates in which the public loss is round."""
+        values, vectors = torch.linalg.eigh(self.hessian)
+        found: Tensor = (vectors * (values.clamp_min(0) + self.ridge).rsqrt()) @ vectors.T
+        return found
+
+    def typical_gradient_norm(self, root: Tensor | None) -> float:
         """Median of |residual| * |x|. Residuals of a fit to these rows are scaled up to those of fresh rows."""
         n, p = self.x.shape
         residual = np.abs(self.y.numpy() - self.x @ self.solution.numpy()) * (n / (n - p) if n > 1.1 * p else 10.0)
-        norms = np.sqrt(np.asarray((self.x.multiply(self.x) if sparse.issparse(self.x) else self.x**2).sum(1)).ravel())
+        x = self.x if root is None else self.x @ root.numpy()
+        norms = np.sqrt(np.asarray((x.multiply(x) if sparse.issparse(x) else x**2).sum(1)).ravel())
         return max(float(np.median(residual * norms)), 1e-12)

@@ -57,6 +57,52 @@ def chi(eigenvalues: Vector, n_pub: float, delta: float) -> float:
     return float(max(1 / values.min(), values.max() * n_pub) * width)
 
 
+def noise_cost_after(eigenvalues: Vector) -> float:
+    """The cost of noise that is added before the mirror acts: tr(H) tr(H^-1).
+
+    A Newton step theta - H^-1 (g + z) with isotropic z of variance s^2 raises the risk by s^2 tr(H^-1) / 2. The noise
+    is s^2 = sigma^2 C^2 / n^2, and where residuals are of size 1, a clip norm that leaves gradients whole is
+    C^2 = E |g_i|^2 = tr(H). So the rise is ``sigma^2 / (2 n^2)`` times this cost.
+
+    Args:
+        eigenvalues: Those of the Hessian H, all above 0.
+
+    Returns:
+        The cost, at least the square of the number of eigenvalues.
+
+    Raises:
+        ConfigError: If an eigenvalue is not above 0.
+
+    Example:
+        >>> noise_cost_after([1.0, 1.0]), noise_cost_after([1.0, 0.01])
+        (4.0, 102.01)
+    """
+    values = _spectrum(eigenvalues)
+    return float(values.sum() * (1 / values).sum())
+
+
+def noise_cost_before(eigenvalues: Vector) -> float:
+    """The cost of noise that is added in coordinates in which H is round: d^2, whatever the spectrum.
+
+    The step is theta - H^-1/2 (H^-1/2 g + z). The risk rises by s^2 tr(H^-1/2 H H^-1/2) / 2 = s^2 d / 2, and the clip
+    norm is C^2 = E |H^-1/2 g_i|^2 = d. By the inequality of Cauchy and Schwarz this is never above `noise_cost_after`.
+
+    Args:
+        eigenvalues: Those of the Hessian H, all above 0.
+
+    Returns:
+        The square of their number.
+
+    Raises:
+        ConfigError: If an eigenvalue is not above 0.
+
+    Example:
+        >>> noise_cost_before([1.0, 0.01])
+        4.0
+    """
+    return float(len(_spectrum(eigenvalues)) ** 2)
+
+
 def pda_risk_bound(eigenvalues: Vector, *, n_pub: float, n_priv: float, epsilon: float, delta: float) -> float:
     """Excess population risk of mirror descent under the public loss, without constants and polylogarithmic factors.
 

@@ -147,7 +147,7 @@ def test_wrong_sets_of_methods_are_refused(methods: list[hs.Method | str], messa
         ({"mirror": Shrink}, "to be a map such as"),
         ({"mirror": 0.9}, "to be a map such as"),
         ({"learning_rates": (0.0,)}, "each above 0"),
-        ({"geometry": object()}, "no geometry is implemented"),
+        ({"geometry": object()}, "geometry=.* to be a geometry such as Whitened"),
         ({"finish": object()}, "no finish is implemented"),
     ],
 )

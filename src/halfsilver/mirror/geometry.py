@@ -238,12 +238,17 @@ def _watched(
     try:
         with torch.enable_grad():
             torch.autograd.backward([loss_fn(model, batch).sum()])
-        return [(layer, (x, y.grad.detach())) for layer, x, y in uses if y.grad is not None]
+        # Autocast gives halves, whose moments would be too coarse.
+        return [(layer, (_whole(x), _whole(y.grad.detach()))) for layer, x, y in uses if y.grad is not None]
     finally:
         for handle in handles:
             handle.remove()
         for p, grad in zip(model.parameters(), kept, strict=True):
             p.grad = grad
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 # ---- second moments

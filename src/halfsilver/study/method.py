@@ -124,6 +124,8 @@ class Method(Arm):
         require(self.name != BEST_PRIVATE, "name", self.name, "another name: the verdict uses it for the best method")
         require(self.start in ("public", "random"), "start", self.start, "in ('public', 'random')")
         require(self.against != self.name, "against", self.against, "the name of another method, or None")
+        made = self.geometry is None or isinstance(self.geometry, Geometry)
+        require(made, "geometry", self.geometry, "to be a geometry such as Whitened(), or None")
         require(self.finish is None, "finish", self.finish, "None, because no finish is implemented yet")
         usable = not isinstance(self.mirror, type) and (self._is_map or callable(self.mirror))
         require(usable, "mirror", self.mirror, "to be a map such as FirstOrder(0.9), or a function that returns one")
