@@ -147,7 +147,7 @@ def test_shares_are_disjoint_and_complete(n: int, tmp_path: Path) -> None:
         ledger=Ledger.open(tmp_path / "ledger.jsonl"), run_id="run",
     )  # fmt: skip
     for rank in range(4):
-        made._world = World(rank, 4)
+        made._batches._world = World(rank, 4)
         before = len(data.read)
         made._clipped_sum()
         assert all(i % 4 == rank for i in data.read[before:])
@@ -292,7 +292,7 @@ def _lines(witness: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_example_by_torchrun(tmp_path: Path) -> None:
-    example = WORKER.parents[1] / "examples" / "distributed.py"
+    example = WORKER.parents[2] / "examples" / "distributed.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, str(example), "--shard", "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)

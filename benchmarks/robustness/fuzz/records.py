@@ -7,7 +7,6 @@ import struct
 import tempfile
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -133,7 +132,7 @@ def plan() -> Target:
     def read(folder: Path) -> object:
         return hs.PrivacyPlan.from_dict(read_json(folder / "plan.json"))
 
-    return Target(good={"plan.json": json.dumps(asdict(_PLAN)).encode()}, damage={"plan.json": json_file}, read=read)
+    return Target(good={"plan.json": json.dumps(_PLAN.to_dict()).encode()}, damage={"plan.json": json_file}, read=read)
 
 
 def recipe() -> Target:
