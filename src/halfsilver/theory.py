@@ -62,7 +62,7 @@ def noise_cost_after(eigenvalues: Vector) -> float:
 
     A Newton step theta - H^-1 (g + z) with isotropic z of variance s^2 raises the risk by s^2 tr(H^-1) / 2. The noise
     is s^2 = sigma^2 C^2 / n^2, and where residuals are of size 1, a clip norm that leaves gradients whole is
-    C^2 = E |g_i|^2 = tr(H). So the rise is ``sigma^2 / (2 n^2)`` times this cost.
+    ``C^2 = E |g_i|^2 = tr(H)``. So the rise is ``sigma^2 / (2 n^2)`` times this cost.
 
     Args:
         eigenvalues: Those of the Hessian H, all above 0.
@@ -85,7 +85,7 @@ def noise_cost_before(eigenvalues: Vector) -> float:
     """The cost of noise that is added in coordinates in which H is round: d^2, whatever the spectrum.
 
     The step is theta - H^-1/2 (H^-1/2 g + z). The risk rises by s^2 tr(H^-1/2 H H^-1/2) / 2 = s^2 d / 2, and the clip
-    norm is C^2 = E |H^-1/2 g_i|^2 = d. By the inequality of Cauchy and Schwarz this is never above `noise_cost_after`.
+    norm is ``C^2 = E |H^-1/2 g_i|^2 = d``. By the inequality of Cauchy and Schwarz this is never above `noise_cost_after`.
 
     Args:
         eigenvalues: Those of the Hessian H, all above 0.

@@ -12,8 +12,8 @@ import torch
 from halfsilver.linear_model import MirrorLinearRegression
 from halfsilver.tasks.linreg import methods as linreg
 from halfsilver.tasks.linreg.data import NOISE_VARIANCE, make_problem, risk
-from halfsilver.tasks.linreg.methods import Point, Prepared, noise_multiplier, run
-from halfsilver.tasks.linreg.study import search, study, summarise
+from halfsilver.tasks.linreg.methods import METHODS, Point, Prepared, noise_multiplier, run
+from halfsilver.tasks.linreg.study import SEARCHED, search, study, summarise
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +116,14 @@ def test_committed_results() -> None:
         assert warm["mean"] < cold["mean"]
         assert pda["mean"] - pda["ci95"] <= warm["mean"] + warm["ci95"]
     assert rows[500, "pda"]["mean"] <= 0.0123
+    for dim in range(500, 3001, 500):  # as far as the study of the geometry has come
+        whitened, pda = rows[dim, "whitened"], rows[dim, "pda"]
+        assert whitened["mean"] + whitened["ci95"] < pda["mean"] - pda["ci95"], dim
 
 
 def test_results_that_are_there_are_not_run_again(tmp_path: Path) -> None:
-    for name in [*(f"p500-search-{m}" for m in ("cold", "warm", "pda")), "p500-trial0"]:
-        text = json.dumps({"mse": dict.fromkeys(("public", "cold", "warm", "pda"), 0.5)})
+    for name in [*(f"p500-search-{m}" for m in SEARCHED), "p500-trial0"]:
+        text = json.dumps({"mse": dict.fromkeys(METHODS, 0.5)})
         (tmp_path / f"{name}.json").write_text(text)
     rows = study([500], 1, tmp_path, workers=1)
-    assert [r["mean"] for r in rows] == [0.5] * 4
+    assert [r["mean"] for r in rows] == [0.5] * 5
