@@ -85,7 +85,8 @@ def noise_cost_before(eigenvalues: Vector) -> float:
     """The cost of noise that is added in coordinates in which H is round: d^2, whatever the spectrum.
 
     The step is theta - H^-1/2 (H^-1/2 g + z). The risk rises by s^2 tr(H^-1/2 H H^-1/2) / 2 = s^2 d / 2, and the clip
-    norm is ``C^2 = E |H^-1/2 g_i|^2 = d``. By the inequality of Cauchy and Schwarz this is never above `noise_cost_after`.
+    norm is ``C^2 = E |H^-1/2 g_i|^2 = d``. By the inequality of Cauchy and Schwarz this is never above
+    `noise_cost_after`.
 
     Args:
         eigenvalues: Those of the Hessian H, all above 0.
