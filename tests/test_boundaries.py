@@ -213,7 +213,7 @@ def _trainer(**options: Any) -> hs.Trainer:
 
 @pytest.mark.parametrize("backend", ["vmap", "auto"])
 def test_only_privacy_touches_private_records(backend: BackendName, tmp_path: Path) -> None:
-    """From the first call of `fit` to a resumed and finished run, tests and callbacks included."""
+    """From the first call of `fit` to a resumed and finished run, tests, callbacks and released metrics included."""
     reports: list[StepReport] = []
     private, public = Spy(*_rows(64)), Spy(*_rows(8))
     for _ in range(2):  # the second call finds the finished run
@@ -225,6 +225,7 @@ def test_only_privacy_touches_private_records(backend: BackendName, tmp_path: Pa
         )
         trainer.pretrain(public, epochs=2)
         trainer.fit(private, public, run_dir=tmp_path / "run", test=public, test_every=2)
+        trainer.evaluate(private, release=hs.Release(noise_multiplier=9.0, bounds={"loss": 1.0}))
     assert {"__getitem__", "__getitems__"} & set(private.touched_by), "the spy saw nothing"
     assert private.strangers() == set()
     assert public.strangers(), "the public set is read elsewhere, so the spy can tell the difference"

@@ -14,6 +14,7 @@ from torch.nn import functional
 import halfsilver as hs
 from halfsilver._core.tensors import flatten
 from halfsilver.errors import ConfigError, PrivateDataError
+from halfsilver.mirror.geometry import ShapedLayer
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.privacy.gradients import make_backend
 from tests.privacy.test_book import one_by_one
@@ -136,6 +137,37 @@ def test_each_row_of_bert_is_clipped() -> None:
     expected = sum(g * min(1.0, clip / float(g.norm())) for g in each)
     found = flatten(make_backend(hs.Performance(), model, loss_fn, batch).clipped_sum(batch, clip).tensors).double()
     assert float((found - expected).norm()) <= 1e-3 * clip * rows  # each is clipped a little below the norm
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_bert_in_a_geometry(adapters: bool, tmp_path: Path) -> None:
+    """As it comes, or with PEFT's adapters: then of the encoder only these are whitened, and the new head."""
+    model = bert().eval()
+    if adapters:
+        peft = pytest.importorskip("peft")
+        options = {"target_modules": ["query", "value"], "modules_to_save": ["classifier"]}
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, **options)).eval()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_B" in name:  # at zero, an adapter has no gradient at its first factor
+                    p.normal_(std=0.1)
+    batch = {name: torch.tensor(column) for name, column in texts(20, 1).items()}
+    before, kinds = loss_fn(model, batch), {name: type(m) for name, m in model.named_modules()}
+    shaped = hs.Whitened().shape(model, loss_fn, table(20, 1))
+    torch.testing.assert_close(loss_fn(model, batch), before, rtol=1e-4, atol=1e-5)
+    ends = {n.removesuffix(".default").split(".")[-1] for n, m in model.named_modules() if isinstance(m, ShapedLayer)}
+    embeddings = {"word_embeddings", "position_embeddings", "token_type_embeddings"}
+    everything = {*embeddings, "query", "key", "value", "dense", "classifier"}
+    assert ends == ({"lora_A", "lora_B", "modules_to_save"} if adapters else everything)
+    shaped.merge()
+    assert {name: type(m) for name, m in model.named_modules()} == kinds
+    start = weights(model).clone()
+    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    performance = hs.Performance(micro_batch_size=8)
+    made = fit(tmp_path, table(), table(20, 1), model, optimizer=sgd, performance=performance, geometry=hs.Whitened())
+    assert {name: type(m) for name, m in model.named_modules()} == kinds
+    assert not torch.equal(start, weights(model))
+    assert math.isfinite(made.evaluate(table(20, 2))["loss"])
 
 
 def test_a_text_in_the_public_rows_is_named(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import halfsilver as hs
+from halfsilver._core import checkpoint
 from halfsilver.errors import CheckpointCorrupt, LedgerCorrupt
-from halfsilver.runs import checkpoint
 from halfsilver.trainer import StepReport
 
 BOMB = "exploded"

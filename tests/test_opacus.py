@@ -228,6 +228,30 @@ def test_maps_that_need_curvature_see_the_plain_model(mode: str, wrap: bool, mir
     assert torch.equal(loop.weights, flatten(params).detach() - 0.5 * flatten(direction))
 
 
+@pytest.mark.parametrize(("mode", "wrap"), [mode for mode in ALL_MODES if mode[0] != "ew"])  # ew has no reshape
+def test_a_geometry_before_make_private(mode: str, wrap: bool) -> None:
+    """Opacus validates the shaped layers and trains V: without noise, and a clip that does not act, by SGD's step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(24, 3))
+    kinds, start, batch = [type(m) for m in net], net(rows(20)[0]).detach(), rows(20)
+    shaped = hs.Whitened(damping=0.1).shape(net, loss_fn, rows(30, 1))
+    assert opacus.validators.ModuleValidator.validate(shaped.model, strict=True) == []
+    twin = deepcopy(shaped.model)
+    loop = private(net, mode=mode, wrap=wrap, noise_multiplier=0.0, max_grad_norm=1e6)
+    loop.train([batch])
+    torch.autograd.backward([loss_fn(twin, batch).mean()])
+    sgd(twin).step()
+    torch.testing.assert_close(loop.weights, flatten(trainable(twin)).detach(), rtol=1e-4, atol=1e-5)
+    if wrap:
+        loop.model.disable_hooks()
+    with torch.no_grad():
+        trained = net(batch[0])
+        shaped.merge()
+        assert [type(m) for m in net] == kinds
+        torch.testing.assert_close(net(batch[0]), trained, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(trained, start, rtol=0.01)
+
+
 # ---- Opacus's own ways
 
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import halfsilver as hs
+from halfsilver._core import checkpoint
 from halfsilver.errors import LedgerCorrupt
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.releases import Releases
-from halfsilver.runs import checkpoint, session
+from halfsilver.runs import session
 from halfsilver.runs.verify import verify
 from tests.markdown import ROOT
 

@@ -40,7 +40,9 @@ BOXES = (
     Box("auditing/", "canaries in every loop", ("audit", "auditing"), "proof"),
     Box("overlap/", "private rows in public data", ("overlap",)),
     Box("theory.py", "the paper's bounds", ("theory",)),
-    Box("linear_model.py", "scikit-learn's conventions", ("linear_model",), "further ways in, which are audited"),
+    Box("linear_model/", "scikit-learn's conventions", ("linear_model",), "further ways in, which are audited"),
+    Box("probing.py", "a last layer, then all", ("probing",)),
+    Box("selection.py", "the best of several runs", ("selection",)),
     Box("opacus.py", "a mirror for an Opacus loop", ("opacus",)),
     Box("report/", "pages and figures", ("report",), "studies"),
     Box("tasks/", "benchmarks, studies by name", ("tasks",)),
@@ -49,7 +51,8 @@ BOXES = (
     Box("runs/", "one run on disk", ("runs",)),
     Box("mirror/", "public data, released tensors", ("mirror",), "two sides: neither imports the other"),
     Box("privacy/", "all that sees private records", ("privacy",)),
-    Box("errors, _core/", "tensors, processes, locks", ("errors", "_core"), "helpers"),
+    Box("features/", "features from public rows", ("features",), "helpers"),
+    Box("errors, _core/", "tensors, processes, locks", ("errors", "_core")),
 )
 Imports = Mapping[str, frozenset[str]]  # from the name of a box to those of others
 

@@ -125,12 +125,12 @@ def draw(case: Case, found: dict[str, Any], walks: dict[str, Floats], path: Path
         figure = Figure(figsize=(8, 8.4), layout="constrained")
         panels = figure.subplots(2, 2).flat
         for axes, name, step in zip(panels, ("warm", "pda"), (once, once @ case.mirror.T), strict=False):
-            _ground(axes, case, *near)
+            ground(axes, case, *near)
             axes.plot(*(case.start - step).T, ".", ms=4, alpha=0.6, color=COLOURS[name])
         panels[0].set_title("1  One step of DP-SGD, 200 times:\nnoise is round", loc="left")
         panels[1].set_title("2  The same 200 through the mirror:\nsquashed where the loss is steep", loc="left")
         for axes, (name, walk) in zip(panels[2:], walks.items(), strict=True):
-            _ground(axes, case, *far)
+            ground(axes, case, *far)
             axes.plot(*walk[:, 0].T, color=INK, lw=0.7)
             axes.plot(*walk[-1].T, ".", ms=4, alpha=0.6, color=COLOURS[name])
             words = "DP-SGD" if name == "warm" else "the mirror"
@@ -139,12 +139,13 @@ def draw(case: Case, found: dict[str, Any], walks: dict[str, Floats], path: Path
         saved(figure, path)
 
 
-def _ground(axes: Any, case: Case, centre: Floats, half: float) -> None:
+def ground(axes: Any, case: Case, centre: Floats, half: float, *, start: bool = True) -> None:
     """Lines of equal loss, the public start and the best point, in a square window."""
     x, y = (np.linspace(c - half, c + half, 200) for c in centre)
     loss = np.sqrt(excess(np.stack(np.meshgrid(x, y), -1)))
     axes.contour(x, y, loss, levels=12, colors=INK, alpha=0.25, linewidths=0.7)
-    for name, point, marker, size in (("public start", case.start, "s", 8), ("best", BEST, "*", 14)):
+    points = (("public start", case.start, "s", 8), ("best", BEST, "*", 14))
+    for name, point, marker, size in points if start else points[1:]:
         axes.plot(*point, marker, ms=size, color=INK, zorder=3)
         axes.annotate(name, point, xytext=(-10, 8), textcoords="offset points", ha="right", annotation_clip=True)
     axes.set(xlim=x[[0, -1]], ylim=y[[0, -1]], xticks=[], yticks=[], aspect="equal")

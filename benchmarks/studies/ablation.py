@@ -185,7 +185,7 @@ def main() -> None:
         "epsilon": args.epsilon,
         "delta": more["delta"],
         "recipe": asdict(recipe),
-        "settings": {method.name: asdict(setting) for method, setting in settings.items()},
+        "settings": {method.name: setting.to_json() for method, setting in settings.items()},
         "seeds": args.seeds,
         "scored": "set-aside training rows",
         "versions": versions(),

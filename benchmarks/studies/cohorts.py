@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def main() -> None:
         "method": args.method,
         "rounds": args.rounds,
         "delta": delta,
-        "setting": asdict(curve.setting()),
+        "setting": curve.setting().to_json(),
         "rows": curve.rows(),
         "versions": versions(),
     }

@@ -16,7 +16,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ import torch
 from benchmarks.show import show
 from benchmarks.studies.ablation import SETTINGS
 from benchmarks.studies.given import share_starts, shortened
+from halfsilver._core import checkpoint
 from halfsilver.report.looks import looks_of
 from halfsilver.report.plots import saved, style
-from halfsilver.runs import checkpoint
 from halfsilver.runs.folder import RunFolder, read_json, versions, write_json
 from halfsilver.study.method import COLD, GUARDED, PDA, WARM, Method
 from halfsilver.study.problem import Problem, Setting
@@ -198,7 +198,7 @@ def main() -> None:
     result = {
         "epsilon": args.epsilon,
         "clip": request.recipe.max_grad_norm,
-        "setting": asdict(request.settings[PDA.name]),
+        "setting": request.settings[PDA.name].to_json(),
         "share": args.share,
         "seeds": args.seeds,
         "bad_start": args.bad_start,

@@ -11,7 +11,8 @@ import typing as _typing
 import warnings as _warnings
 
 from halfsilver import audit as _deprecated_path  # noqa: F401 - before the function of that name
-from halfsilver import errors, mirror, opacus, study, trainer  # noqa: F401 - modules that the API page names
+from halfsilver import errors, mirror, opacus, selection, study, trainer  # noqa: F401 - modules that the API page names
+from halfsilver._core.views import views
 from halfsilver.auditing import audit
 from halfsilver.errors import HalfsilverError
 from halfsilver.mirror import (
@@ -19,6 +20,7 @@ from halfsilver.mirror import (
     DualAveraging,
     Euclidean,
     FallBack,
+    Finish,
     FirstOrder,
     PublicLoss,
     Quadratic,
@@ -27,10 +29,15 @@ from halfsilver.mirror import (
     clip_released,
     cosine,
 )
+from halfsilver.privacy.clip_norm import private_clip_norm
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.released_metrics import Release
+from halfsilver.probing import FineTune, head
+from halfsilver.selection import select
+from halfsilver.study.advice import advise
 from halfsilver.study.compare import compare
 from halfsilver.study.method import Method
 from halfsilver.study.problem import Recipe
@@ -42,6 +49,8 @@ __all__ = [
     "DualAveraging",
     "Euclidean",
     "FallBack",
+    "FineTune",
+    "Finish",
     "FirstOrder",
     "HalfsilverError",
     "Ledger",
@@ -52,13 +61,19 @@ __all__ = [
     "PublicLoss",
     "Quadratic",
     "Recipe",
+    "Release",
     "Trainer",
     "Whitened",
+    "advise",
     "audit",
     "chain",
     "clip_released",
     "compare",
     "cosine",
+    "head",
+    "private_clip_norm",
+    "select",
+    "views",
 ]
 
 _MOVED = {

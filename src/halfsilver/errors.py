@@ -87,6 +87,14 @@ class UnsupportedLayer(HalfsilverError):
     """
 
 
+class SelectionLost(HalfsilverError):
+    """A selection was paid for and cannot be finished. `halfsilver.select` draws again only if it is paid for again."""
+
+
+class SelectionFailed(HalfsilverError):
+    """A run of a selection failed. The message names the file with the cause, and does not tell which run it was."""
+
+
 class PrivateDataError(HalfsilverError):
     """Private data were given, or requested, in a way that would break the guarantee."""
 

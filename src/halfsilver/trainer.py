@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch.optim import Optimizer
@@ -22,7 +22,8 @@ from halfsilver._core.sharded import is_sharded, local, replicated, reshard, unw
 from halfsilver._core.tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.errors import BudgetExceeded, ConfigError, PrivateDataError, require
 from halfsilver.mirror import Clock, Euclidean, Geometry, MirrorMap, PretrainResult, PublicLoss, Step, pretrain
-from halfsilver.mirror.base import as_map
+from halfsilver.mirror.base import as_map, described
+from halfsilver.mirror.geometry import Shaped
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
 from halfsilver.privacy.gradients import Performance
@@ -30,6 +31,10 @@ from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.metrics import mean_not_private
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.released_metrics import ClassMetrics as ClassMetrics  # the reference has these three here
+from halfsilver.privacy.released_metrics import Estimate as Estimate
+from halfsilver.privacy.released_metrics import Release, release_metrics
+from halfsilver.privacy.released_metrics import ReleasedMetrics as ReleasedMetrics
 from halfsilver.privacy.users import Engine, UserUpdates
 from halfsilver.runs.progress import progress_bar
 from halfsilver.runs.session import Session
@@ -205,9 +210,11 @@ class Trainer:
                 "[p for p in model.parameters() if p.requires_grad], after freezing layers."
             )
         self._state = TrainState(step=0, mirror={}, average=Average(self.average))
+        self._shape: Shaped | None = None
         self._fitted, self._public_example = False, None
         self._private: list[PrivateData] = []
         self._shown: dict[str, list[Any]] = {}  # what was read without protection, by where it was given
+        self._ledger: Ledger | None = None  # of the latest fit, on rank 0
         self._said = True  # whether a statement there is says that metrics of private rows may be computed
 
     def _check_kinds(self) -> None:
@@ -275,34 +282,41 @@ class Trainer:
             PrivateDataError: `check_usable` counts fewer than half of the declared records.
         """
         private = private if isinstance(private, PrivateData | Engine) else PrivateData(private)
+        self._said = self.metrics_not_private
         self._refuse_private(private, public, test)
-        with self._shaped(public):
+        with self._shaped(public) as public:
             return self._fit(private, public, run_dir, ledger, delta, test, test_every, check_usable)
 
     @contextmanager
-    def _shaped(self, public: Any) -> Iterator[None]:
+    def _shaped(self, public: Any) -> Iterator[Any]:
         """The model in the coordinates of the geometry; afterwards in its own, with the weights that it then has.
 
+        Yields the public data, with a loss that calls the model that is trained.
         A resumed run shapes the model anew, because shapes must fit, and then takes the coordinates of its checkpoint.
         """
         if self.geometry is None:
-            yield
+            yield public
             return
         rows = public.rows.source if isinstance(public, PublicLoss) else public
         if rows is None:
             raise ConfigError(f"{self.geometry!r} needs public data, got public=None. Give fit(private, public, ...).")
+        backend = self.performance.backend
+        require(isinstance(backend, str), "backend", backend, "to be a name with a geometry, which replaces layers")
         if any(is_sharded(p) for p in self.model.parameters()):
-            raise ConfigError("Expected parameters that are not sharded for a geometry. Leave out fully_shard.")
+            raise ConfigError(
+                "Expected parameters that are not sharded yet for a geometry. Call its shape() before fully_shard."
+            )
         given = self.model
         shaped = self.geometry.shape(given, self.public_loss_fn or self.loss_fn, rows)
-        if isinstance(public, PublicLoss) and shaped.model is not given:
-            raise ConfigError("Expected public rows, not a PublicLoss, for a model of a single layer with a geometry.")
-        self.model = shaped.model
+        if isinstance(public, PublicLoss) and public.model is not shaped.model:
+            public = copy.copy(public)
+            public.model = shaped.model
+        self.model, self._shape = shaped.model, shaped
         try:
-            yield
+            yield public
         finally:
             shaped.merge()
-            self.model = given
+            self.model, self._shape = given, None
             self._state.average = Average(self.average)  # in other coordinates; the model has it already
 
     def _fit(
@@ -328,6 +342,7 @@ class Trainer:
             with world.together():
                 psi.check()
         with Session.open(run_dir, ledger, self.plan, config=config, delta=delta, world=world) as session:
+            self._ledger = session.ledger
             saved = session.load()
             source = self._source(session, private, psi)
             self._begin(session, psi, saved)
@@ -377,12 +392,19 @@ class Trainer:
                 self._report(session, lr, norm(released), test(state.step))
                 if not self._is_finite():
                     return "diverged"
+                self._renew()
                 if source.out.between_blocks and session.due(self.checkpoint_seconds):
                     self._save(session, source)
                 show(state.step)
         if not self._is_finite():
             return "diverged"
         return "finished" if state.step == self.plan.steps else "budget"
+
+    def _renew(self) -> None:
+        """Other coordinates, where the geometry wants them at this step: from public rows and released weights."""
+        shape, step = self._shape, self._state.step
+        if shape is not None and shape.refresh is not None and step % shape.refresh == 0 and step < self.plan.steps:
+            shape.renew(self._state.average.tensors, self.optimizer)
 
     def _is_finite(self) -> bool:
         """Whether the weights are numbers still. They are released values, so what follows from them may be told."""
@@ -398,19 +420,39 @@ class Trainer:
             self.scheduler.step()
         self._state.average.update(params)
 
-    def evaluate(self, data: Any) -> dict[str, float]:
+    @overload
+    def evaluate(self, data: Any) -> dict[str, float]: ...
+
+    @overload
+    def evaluate(
+        self, data: Any, *, release: Release, ledger: Ledger | str | Path | None = None
+    ) -> ReleasedMetrics: ...
+
+    def evaluate(
+        self, data: Any, *, release: Release | None = None, ledger: Ledger | str | Path | None = None
+    ) -> dict[str, float] | ReleasedMetrics:
         """Mean loss and metrics on `data`, in eval mode, with averaged weights if there are any.
 
+        With `release`, `data` are private, and what is returned is private as well: the metrics get noise, and the
+        ledger counts the release in addition to training. Each call spends anew.
+
         Args:
-            data: Public rows. Private ones, and rows that share memory with them, are refused unless
-                ``metrics_not_private=True``.
+            data: Public rows. Private ones, and rows that share memory with them, are refused unless `release` is given
+                or ``metrics_not_private=True``. With `release`: private rows or `PrivateData`.
+            release: Which metrics of private rows to release, and with how much noise. The means are taken over the
+                population that it declares (default: that of the trainer's plan).
+            ledger: The ledger of the private data set, for `release` (default: that of the latest `fit`).
 
         Returns:
-            "loss" and each of `metrics`, as means over the rows.
+            "loss" and each of `metrics`, as means over the rows; with `release`, what was released.
 
         Raises:
-            ConfigError: `data` are private.
+            ConfigError: `data` are private, or an argument is wrong.
+            BudgetExceeded: The ledger's budget does not allow the release. No private row is read then.
         """
+        if release is not None:
+            return self._release(data, release, ledger)
+        require(ledger is None, "ledger", ledger, "to go with release=")
         allowed = self.metrics_not_private and self._said  # later than `fit`, its statement would not say so
         if not allowed and not isinstance(data, PrivateData):
             self._require_public("the rows of evaluate", data)
@@ -421,11 +463,42 @@ class Trainer:
                 return {name: PublicLoss(self.model, fn, data).value() for name, fn in metrics.items()}
             if not allowed:
                 raise ConfigError(
-                    "Metrics of private data are not private, so they are off. Evaluate on public data, or set "
-                    "metrics_not_private=True, which is stamped into the statement."
+                    "Metrics of private data are not private, so they are off. Evaluate on public data, release them "
+                    "with noise by evaluate(private, release=hs.Release(...)), or set metrics_not_private=True, which "
+                    "is stamped into the statement."
                 )
             whole, example = whole_model(self.model), self._public_example
             return {name: mean_not_private(data, fn, whole, example) for name, fn in metrics.items()}
+
+    def _release(self, data: Any, release: Release, ledger: Ledger | str | Path | None) -> ReleasedMetrics:
+        plan, world = self.plan, self._world
+        if plan.unit == "user" or isinstance(data, Engine):
+            raise ConfigError("Expected unit='example' for released metrics: a user's records would count separately.")
+        private = data if isinstance(data, PrivateData) else PrivateData(data)
+        self._refuse_private(private, None, None)
+        reshard(self.model)
+        mine: Ledger | None = None
+
+        def open_ledger() -> None:
+            nonlocal mine
+            mine = self._ledger if ledger is None else ledger if isinstance(ledger, Ledger) else Ledger.open(ledger)
+            if mine is None:
+                raise ConfigError("Expected a ledger, since this Trainer has not been fitted: evaluate(..., ledger=).")
+
+        world.from_lead(open_ledger)
+        with eval_mode(self.model), self._state.average.in_place_of(trainable(self.model)):
+            return release_metrics(
+                whole_model(self.model),
+                {"loss": self.loss_fn, **self.metrics},
+                private,
+                release,
+                release.plan(plan.population, plan.delta),
+                ledger=mine,
+                public_example=self._public_example,
+                rows=self.performance.micro_batch_size,
+                unsafe_seed=None if self.unsafe_seed is None else world.own_seed(self.unsafe_seed),
+                world=world,
+            )
 
     def state_dict(self) -> Parts:
         """Tensors and JSON of everything that training changes."""
@@ -449,7 +522,6 @@ class Trainer:
 
     def _refuse_private(self, private: PrivateData | Engine, public: Any, test: Any) -> None:
         """Private rows that were, or are to be, read without protection: recognised by the memory that they share."""
-        self._said = self.metrics_not_private
         shares = getattr(private, "shares_rows_with", lambda data: False)
         given = {
             "public=": public,
@@ -513,6 +585,11 @@ class Trainer:
         self._state = TrainState(
             step=0, mirror=self.mirror.init(params=params, public=psi), average=Average(self.average)
         )
+        if self._state.mirror and self._shape is not None and self._shape.refresh is not None:
+            raise ConfigError(
+                f"{self.mirror!r} keeps a state in the coordinates of the start. Leave out refresh of the geometry, or "
+                "use a map without a state, such as FirstOrder."
+            )
         if saved is not None:
             self.load_state_dict(saved)
         elif self._fitted:
@@ -567,7 +644,7 @@ class Trainer:
 
     def _config(self) -> dict[str, Any]:
         return {
-            "mirror": re.sub(r" at 0x[0-9a-f]+", "", repr(self.mirror)),  # an address differs from process to process
+            "mirror": described(self.mirror),
             "optimizer": type(self.optimizer).__name__,
             "scheduler": type(self.scheduler).__name__,
             "average": self.average,

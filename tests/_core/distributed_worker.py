@@ -5,6 +5,7 @@ The results of a scenario go to FOLDER/SCENARIO.RANK.safetensors and .json; a te
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,13 +22,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfsilver as hs
+from halfsilver._core import checkpoint
 from halfsilver._core.distributed import World
 from halfsilver._core.sharded import full, unwrapped
+from halfsilver.privacy import noise as noise_module
+from halfsilver.privacy import releases
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import UnsafeSeed
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
-from halfsilver.runs import checkpoint
 from halfsilver.trainer import StepReport
 
 Kind = Literal["plain", "ddp", "fsdp"]
@@ -233,6 +237,45 @@ def momentum(params: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=lr, momentum=0.9)
 
 
+def geometry(folder: Path) -> Result:
+    """Whitened, on all rows in every step and as good as no noise; replicas also with new coordinates on the way.
+
+    Shards are made of layers that are shaped already, and merged in a copy that was made before.
+    """
+
+    def quiet(total: Any, sigma: float, *more: Any, **options: Any) -> Any:
+        return noise_module.noisy_mean(total, 1e-9 * sigma, *more, **options)
+
+    def fit(model: nn.Module, name: str, **options: Any) -> None:
+        sgd = momentum([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        options |= {"average": 0.5, "skip_public_copies": False}
+        hs.Trainer(model, losses, optimizer=sgd, plan=plan, **options).fit(private, public, run_dir=folder / name)
+
+    private, public = rows(40, torch.float32), rows(30, torch.float32, seed=2)
+    plan = hs.PrivacyPlan(steps=4, sampling_rate=1.0, expected_batch_size=40, noise_multiplier=16.0)
+    replica, sharded = (convolution() for _ in range(2))
+    shaped = hs.Whitened().shape(sharded, losses, public)
+    merged = copy.deepcopy(shaped)
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(sharded[0])
+    fully_shard(sharded)
+    with mock.patch.object(releases, "noisy_mean", quiet):
+        fit(replica, "replica", geometry=hs.Whitened())
+        fit(sharded, "sharded")
+        merged.model.load_state_dict({name: full(t) for name, t in sharded.state_dict().items()})
+        merged.merge()
+        wrapped = network("ddp" if dist.get_world_size() == 2 else "plain", torch.float32).eval()
+        fit(wrapped, "refresh", geometry=hs.Whitened(refresh=2))
+    ends = {"replica": replica, "sharded": merged.model, "refresh": unwrapped(wrapped)}
+    return {f"{name}.{k}": t.clone() for name, model in ends.items() for k, t in model.state_dict().items()}, {}
+
+
+def convolution() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Unflatten(1, (1, 7)), nn.Conv1d(1, 3, 3), nn.Flatten(), nn.Linear(15, 3))
+
+
 def long(folder: Path) -> Result:
     """A run that is there to be killed. Each update leaves a line in a file that survives."""
     kind: Kind = "fsdp" if (folder.parent / "sharded").exists() else "ddp"
@@ -334,7 +377,7 @@ def kinds() -> tuple[Kind, ...]:
     return ("ddp", "fsdp") if dist.get_world_size() > 1 else ("plain", "ddp", "fsdp")
 
 
-SCENARIOS = {f.__name__: f for f in (sums, tied, noise, train, round_trips, long, failures)}
+SCENARIOS = {f.__name__: f for f in (sums, tied, noise, train, round_trips, geometry, long, failures)}
 
 
 def main(folder: Path, rank: int, size: int, names: list[str]) -> None:

@@ -27,7 +27,7 @@ from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.runs.verify import verify
-from tests._core.distributed_worker import long_trainer, rows
+from tests._core.distributed_worker import convolution, long_trainer, network, rows
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -66,8 +66,8 @@ def wait(ranks: list[subprocess.Popen[str]]) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What the ranks of a world of the given size found; each world is started once, for all scenarios together."""
     scenarios = {
-        1: ("sums", "noise"),
-        2: ("sums", "tied", "noise", "train", "round_trips", "failures"),
+        1: ("sums", "noise", "geometry"),
+        2: ("sums", "tied", "noise", "train", "round_trips", "geometry", "failures"),
         4: ("sums", "noise", "train"),
     }
 
@@ -212,6 +212,23 @@ def test_ranks_are_bit_equal_after_fifty_steps(results: Results, size: int) -> N
         assert run["statement"]["spent_so_far"]["steps"] == 50
     if size == 2:
         assert not torch.equal(first["ddp.None.0.weight"], first["ddp.uniform.0.weight"])
+
+
+@pytest.mark.slow
+def test_a_geometry_is_that_of_one_process(results: Results) -> None:
+    """To 1e-5 after four steps: replicas, shards, and new coordinates after two steps, with the average of each."""
+    alone, _ = results(1, "geometry")[0]
+    first, _ = results(2, "geometry")[0]
+    for found, _ in results(2, "geometry"):
+        assert all(torch.equal(t, first[name]) for name, t in found.items())
+        assert sorted(found) == sorted(alone)
+        for name, expected in alone.items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-5)
+            if name.startswith("replica."):
+                torch.testing.assert_close(found[name.replace("replica", "sharded")], expected, rtol=1e-5, atol=1e-5)
+    starts = {"replica": convolution(), "refresh": network("plain", torch.float32)}
+    for name, start in starts.items():
+        assert float((alone[f"{name}.0.weight"] - start.state_dict()["0.weight"]).norm()) > 0.1
 
 
 @pytest.mark.slow

@@ -38,10 +38,10 @@ def test_no_audit_refutes_the_printed_epsilon(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["trainer/book", "trainer/hooks", "map/DualAveraging", "attach_mirror", "two processes"]
+    "name", ["trainer/book", "trainer/hooks", "map/DualAveraging", "geometry", "attach_mirror", "two processes"]
 )
 def test_every_loop_is_quiet_at_a_small_size(name: str, tmp_path: Path) -> None:
-    seen = run_loop(name, plan_of(steps=10), tmp_path, canaries=100, replay=name == "trainer/hooks")
+    seen = run_loop(name, plan_of(steps=10), tmp_path, canaries=100, replay=name in ("trainer/hooks", "geometry"))
     assert [f for f in judge(seen, FALSE_ALARM / 100) if f.alarm] == []
     assert seen.scores.shape == (10, 2, 102)
     assert (seen.intents, seen.noise_draws, seen.releases) == (10, 10, 10)

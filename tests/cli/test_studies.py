@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 import halfsilver as hs
 from halfsilver.cli import app as cli
 from halfsilver.errors import HalfsilverError
+from halfsilver.runs.folder import read_json
+from halfsilver.study import advice
 from halfsilver.tasks import named, source
 from halfsilver.tasks.recipes import load
-from tests.study.small_study import RECIPE, problem
+from tests.study.small_study import RECIPE, problem, records
 
 
 def invoke(*words: str) -> Any:
@@ -52,6 +54,57 @@ def test_compare_prints_one_json_object_and_goes_on(small: Path) -> None:
     again = invoke(*words)
     assert json.loads(again.stdout)["runs"] == summary["runs"]
     assert "seed 0" not in again.stderr, "a finished run was done again"
+
+
+@pytest.fixture
+def advisable(small: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same with so many public rows that pretraining holds out enough of them."""
+    monkeypatch.setattr(source, "TASKS", {"emnist": lambda data, **options: problem(public=records(400, 1))})
+    monkeypatch.setattr(named, "load", lambda task, name: (replace(RECIPE, name=name), {"delta": 1e-4}))
+    monkeypatch.setattr(advice, "_MOST_RATES", 1)
+    return small
+
+
+@pytest.mark.filterwarnings("ignore:400 public rows")
+def test_advise_says_writes_and_draws(advisable: Path) -> None:
+    words = ["advise", "emnist", "--epsilon", "5", "--out", "advice"]
+    told = invoke(*words)
+    assert told.exit_code == 0, told.output
+    for part in ("Batch: ", "Clip norm: ", "Forecast: loss ", "accuracy ", "advice.html"):
+        assert part in told.stdout
+    page = (advisable / "advice" / "advice.html").read_text()
+    assert page.count("<svg") == 4
+    assert "costs no privacy" in page
+    out = json.loads(invoke(*words, "--json").stdout)
+    assert out["plan"]["steps"] == read_json(advisable / "advice" / "advice.json")["plan"]["steps"]
+    assert out["plan"]["max_grad_norm"] > 0
+
+
+def test_advice_needs_rows_that_the_start_has_not_seen(advisable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = replace(RECIPE, pretrain=replace(RECIPE.pretrain, holdout=0.0))
+    monkeypatch.setattr(named, "load", lambda task, name: (without, {"delta": 1e-4}))
+    done = invoke("advise", "emnist", "--epsilon", "5", "--out", "advice")
+    assert isinstance(done.exception, HalfsilverError)
+    assert "pretrain.holdout of the recipe=0.0" in str(done.exception)
+    assert not (advisable / "advice").exists()
+
+
+@pytest.mark.filterwarnings("ignore:400 public rows")
+def test_compare_as_advised_trains_what_the_advice_says(advisable: Path) -> None:
+    words = ["compare", "emnist", "--epsilon", "5", "--methods", "auto", "--seeds", "2", "--workers", "1", "--out", "s"]
+    done = invoke(*words, "--json")
+    assert done.exit_code == 0, done.output
+    summary, kept = json.loads(done.stdout), read_json(advisable / "s" / "advice.json")
+    assert {run["method"] for run in summary["runs"]} == {"public", "advised"}
+    run = next(run for run in summary["runs"] if run["method"] == "advised")
+    assert run["setting"]["lr"] == kept["learning_rate"]
+    for name in ("expected_batch_size", "steps", "max_grad_norm"):
+        assert run["plan"][name] == kept["plan"][name]
+    assert run["epsilon"]["pld"] <= 5
+    assert not (advisable / "s" / "search").exists()
+    again = invoke(*words, "--json")
+    assert json.loads(again.stdout)["runs"] == summary["runs"]
+    assert "rehearsal" not in again.stderr
 
 
 def test_compare_some_methods_and_how_to_do_it_again(small: Path) -> None:
@@ -117,17 +170,17 @@ def test_without_data_it_says_where_to_look(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compare_on_the_real_emnist_files(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From raw files to a verdict, cut short: 18 steps of 500 images."""
+    """From raw files to a verdict, cut short: 4 steps of 500 images."""
     recipe, more = load("emnist", "workstation")
     short = replace(
         recipe,
-        epochs=0.1,
-        pretrain=replace(recipe.pretrain, epochs=2),
+        epochs=0.02,
+        pretrain=replace(recipe.pretrain, epochs=1),
         grid=hs.study.Grid(cold=(2.0,), warm=(1.0,), pda=(1.0,), alpha_end=(0.9,)),
     )
     monkeypatch.setattr(named, "load", lambda task, name: (short, more))
-    words = ["compare", "emnist", "--epsilon", "3", "--seeds", "1", "--search", "paper", "--workers", "1", "--json"]
-    done = invoke(*words, "--data", str(data_dir), "--out", str(tmp_path / "s"))
+    words = ["compare", "emnist", "--epsilon", "3", "--seeds", "1", "--search", "paper", "--workers", "1"]
+    done = invoke(*words, "--methods", "cold,warm", "--json", "--data", str(data_dir), "--out", str(tmp_path / "s"))
     assert done.exit_code == 0, done.output
     summary = json.loads(done.stdout)
     split = summary["problem"]["split"]

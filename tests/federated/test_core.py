@@ -42,9 +42,14 @@ def trainer(model: nn.Module, p: hs.PrivacyPlan, **options: Any) -> hs.Trainer:
     return hs.Trainer(model, loss_fn, optimizer=optimizer, plan=p, **options)
 
 
+@pytest.mark.parametrize("geometry", [None, hs.Whitened(damping=0.1, refresh=2)])
 @pytest.mark.parametrize("mirror", [hs.Euclidean(), hs.FirstOrder(0.7)])
-def test_one_example_a_user_is_the_central_trainer(tmp_path: Path, mirror: hs.FirstOrder | hs.Euclidean) -> None:
+def test_one_example_a_user_is_the_central_trainer(
+    tmp_path: Path, mirror: hs.FirstOrder | hs.Euclidean, geometry: hs.Whitened | None
+) -> None:
     """One local step of learning rate 1 on one row, the same draws of users and noise: the same weights to 1e-6.
+
+    In a geometry, users train V and receive the factors with the model.
 
     A known seed gives both the same users and the same noise; most of the gradients are clipped. In float64, where the
     margins of the two clippings agree.
@@ -53,7 +58,8 @@ def test_one_example_a_user_is_the_central_trainer(tmp_path: Path, mirror: hs.Fi
     ends = []
     for name in ("central", "federated"):
         model, p = linear().double(), plan(expected_batch_size=20.0, max_grad_norm=0.9)
-        t = trainer(model, p, mirror=mirror, unsafe_seed=3, performance=hs.Performance(micro_batch_size=1024))
+        performance = hs.Performance(micro_batch_size=1024)
+        t = trainer(model, p, mirror=mirror, geometry=geometry, unsafe_seed=3, performance=performance)
         local = LocalTraining(lr=1.0, batch_size=12)
         if name == "central":
             t.fit(hs.PrivateData((x, y), users=list(range(40))), public, run_dir=tmp_path / name)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -87,6 +88,32 @@ def test_start_trains_as_the_trainer_does_in_process(tmp_path: Path) -> None:
     assert flower.result.updates == 5
     assert not flower.refused
     assert len({m.metadata.dst_node_id for m in grid.sent}) == 3
+
+
+def test_nodes_in_a_geometry_hold_its_factors(tmp_path: Path) -> None:
+    """They train V: as in process, to 1e-6. Without the factors they refuse, and the server refuses to change them."""
+    made, public = nodes(tmp_path, [5, 1, 14]), columns(16, seed=1)
+    plain = [node.client for node in made]
+
+    def shaped(own: Callable[[], Client]) -> Callable[[], Client]:
+        return lambda: replace(own(), model=hs.Whitened().shape(linear(), loss_fn, public).model)
+
+    one, two = (trainer(unsafe_seed=1, geometry=hs.Whitened()) for _ in range(2))
+    for node, own in zip(made, plain, strict=True):
+        node.client = shaped(own)
+    flower = strategy(made, tmp_path / "one", trainer=one, public=public)
+    flower.start(FakeGrid(made))
+    two.fit(InProcess(client(0, 20)().users, LOCAL), public, run_dir=tmp_path / "two")
+    ours, theirs = (flatten(trainable(t.model)).detach() for t in (one, two))
+    assert not flower.refused
+    assert float((ours - theirs).abs().max()) < 1e-6
+    changing = trainer(unsafe_seed=1, geometry=hs.Whitened(refresh=2))
+    with pytest.raises(ConfigError, match="refresh"):
+        strategy(made, tmp_path / "three", trainer=changing, public=public).start(FakeGrid(made))
+    for node, own in zip(made, plain, strict=True):
+        node.client = own
+    with pytest.raises(ConfigError, match="the same model"):
+        strategy(made, tmp_path / "four", trainer=trainer(geometry=hs.Whitened()), public=public).start(FakeGrid(made))
 
 
 def test_a_link_that_dies_costs_one_step_and_the_run_goes_on(tmp_path: Path) -> None:

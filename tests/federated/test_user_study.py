@@ -14,6 +14,7 @@ from halfsilver.errors import ConfigError
 from halfsilver.federated import InProcess, LocalTraining, PrivateUsers, PublicUsers
 from halfsilver.mirror.users import pooled
 from halfsilver.study.arena import SearchMode, make_plan, search_arena
+from halfsilver.study.method import resolve
 from halfsilver.study.problem import Problem
 from halfsilver.study.sides import private_side, public_side
 from halfsilver.study.study import Request, Study
@@ -58,15 +59,25 @@ def problem(**changes: Any) -> Problem:
 
 @pytest.mark.parametrize("search", ["public search", "paper search"])
 def test_all_methods_on_users(tmp_path: Path, search: SearchMode) -> None:
-    seeds = {"public": 1, "cold": 1, "warm": 1, "pda": 1}
-    request = Request(task="custom", recipe=RECIPE, epsilon=8.0, delta=1e-4, seeds=seeds, search=search, quick=True)
+    seeds = {"public": 1, "cold": 1, "warm": 1, "pda": 1, **({"whitened": 1} if search == "public search" else {})}
+    request = Request(
+        task="custom",
+        recipe=RECIPE,
+        epsilon=8.0,
+        delta=1e-4,
+        seeds=seeds,
+        methods=resolve(tuple(seeds)),
+        search=search,
+        quick=True,
+    )
     summary = Study(folder=tmp_path, request=request, source=problem).go().to_json()
     private = [run for run in summary["runs"] if run["method"] != "public"]
     assert {run["plan"]["unit"] for run in private} == {"user"}
     assert {run["steps"] for run in private} == {5}
     assert all(run["epsilon"]["pld"] <= 8.0 for run in private)
     assert hs.Ledger.open(tmp_path / "ledger.jsonl").unit == "user"
-    assert summary["ledger"]["runs"] == (3 if search == "public search" else 3 + 4)
+    assert {run["method"] for run in private} == set(seeds) - {"public"}
+    assert summary["ledger"]["runs"] == (4 if search == "public search" else 3 + 4)
 
 
 def test_public_search_keeps_users_apart_and_reads_no_private_one() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from halfsilver._core.tensors import Batch
-from halfsilver.errors import ConfigError
-from halfsilver.mirror import PretrainResult, pretrain
+from halfsilver.errors import CheckpointCorrupt, ConfigError
+from halfsilver.mirror import OneCycle, PretrainResult, pretrain
 
 
 def squared(model: Any, batch: Batch) -> Tensor:
@@ -157,3 +158,83 @@ def test_the_learning_rate_falls_by_a_cosine() -> None:
     pretrain(model, loss_fn, torch.ones(4, 1), optimizer=sgd, epochs=4, holdout=0.0, batch_size=4, lr_end=0.1)
     rates = [a - b for a, b in itertools.pairwise([*places, model.weight.item()])]
     assert rates == pytest.approx([2 * (0.1 + 0.45 * (1 + math.cos(math.pi * t / 4))) for t in range(4)])
+
+
+def test_a_schedule_sets_the_rate_before_each_step() -> None:
+    """Each step takes the learning rate off the weight, whose gradient is 1; against torch's own one-cycle schedule."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.0)
+    sgd = torch.optim.SGD(model.parameters(), lr=2.0)
+    places: list[float] = []
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            places.append(model.weight.item())
+        return torch.squeeze(model(batch), 1)
+
+    schedule = OneCycle(warm_up=0.25, start=0.1)
+    pretrain(model, loss_fn, torch.ones(6, 1), optimizer=sgd, epochs=4, holdout=0.0, batch_size=3, schedule=schedule)
+    rates = [a - b for a, b in itertools.pairwise([*places, model.weight.item()])]
+    assert rates == pytest.approx([2 * schedule(step / 8) for step in range(8)], rel=1e-5)
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(  # its phases end one step earlier, at whole steps
+        other, 2.0, total_steps=9, pct_start=3 / 9, div_factor=10, final_div_factor=1e9, cycle_momentum=False
+    )
+    assert rates[0] == pytest.approx(cycle.get_last_lr()[0], rel=1e-5)
+    for _ in range(2):
+        other.step()
+        cycle.step()
+    assert rates[2] == pytest.approx(cycle.get_last_lr()[0], rel=1e-5)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": OneCycle()}, {"lr_end": 0.1, "holdout": 0.2}], ids=["cycle", "cosine"]
+)
+def test_a_run_that_was_killed_ends_as_one_that_was_not(options: dict[str, Any], tmp_path: Path) -> None:
+    def fresh() -> tuple[Any, dict[str, Any]]:
+        model = network(nn.BatchNorm1d(32), nn.Dropout(0.2))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True)
+        return model, {"optimizer": sgd, "epochs": 5, "average": 0.8, "holdout": 0.0, **options}
+
+    def stop(epoch: int, train_loss: float, holdout_loss: float) -> None:
+        if epoch == 3:
+            raise Killed
+
+    whole, how = fresh()
+    expected = pretrain(whole, squared, data(), **how)
+    model, how = fresh()
+    with pytest.raises(Killed):
+        pretrain(model, squared, data(), **how, checkpoint=tmp_path / "state", after_epoch=stop)
+    model, how = fresh()
+    epochs: list[int] = []
+    result = pretrain(
+        model, squared, data(), **how, checkpoint=tmp_path / "state", after_epoch=lambda epoch, *_: epochs.append(epoch)
+    )
+    assert epochs == [4, 5]
+    assert str(result) == str(expected)  # NaN, the held-out loss without such rows, differs from itself
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), whole.state_dict().values(), strict=True))
+    model, how = fresh()
+    with pytest.raises(CheckpointCorrupt, match=r"another call.*seed"):
+        pretrain(model, squared, data(), **how, seed=1, checkpoint=tmp_path / "state")
+
+
+def test_the_average_has_the_statistics_of_its_own_weights() -> None:
+    """The input averages to 1, so the running mean of a layer with weight w is w, and its average is that of w."""
+    layer, norm = nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1, momentum=1.0)
+    weights: list[float] = []
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            weights.append(layer.weight.item())
+        return torch.squeeze((model(batch) - 3 * batch).square() + layer.weight, 1)
+
+    model = nn.Sequential(layer, norm)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.25)
+    pretrain(model, loss_fn, torch.tensor([[0.0], [2.0]]), optimizer=sgd, epochs=2, holdout=0.0, average=0.5)
+    assert weights[0] != pytest.approx(weights[1])
+    assert norm.running_mean is not None
+    assert norm.running_mean.item() == pytest.approx(sum(weights) / 2, rel=1e-5)

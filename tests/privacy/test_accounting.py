@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 
 import dp_accounting as dpa
@@ -113,3 +114,13 @@ def test_one_order_is_never_below_the_best_one() -> None:
 def test_a_million_steps(t: int) -> None:
     plan = PrivacyPlan(steps=t, sampling_rate=1e-3, expected_batch_size=100, noise_multiplier=1.5)
     assert 1 < plan.epsilon(1e-5) < plan.epsilon(1e-5, "rdp") < 20
+
+
+def test_next_to_no_noise_has_the_bound_of_rdp_at_once() -> None:
+    """By PLD this would take minutes: its losses reach 1 / (2 sigma^2), in steps of 1e-4."""
+    started = time.monotonic()
+    step = MechanismCount(noise_multiplier=0.005, sampling_rate=0.05, count=30)
+    assert epsilon_of([step], 1e-6, "pld") == epsilon_of([step], 1e-6, "rdp") > 1e4
+    assert time.monotonic() - started < 20
+    usual = MechanismCount(noise_multiplier=0.5, sampling_rate=0.05, count=30)
+    assert epsilon_of([usual], 1e-6, "pld") < epsilon_of([usual], 1e-6, "rdp")

@@ -53,6 +53,10 @@ def admissible(touched: Touched, first: PrivacyPlan, epsilon: float) -> bool:
     return not alone and direct_epsilon(touched, DELTA / 2, order) <= epsilon
 
 
+def steps_of(ledger: Ledger) -> list[MechanismCount]:
+    return [c for c in ledger.counts() if isinstance(c, MechanismCount)]
+
+
 class Schedule:
     """A random history of one data set, with what was really done kept apart from the ledger."""
 
@@ -89,6 +93,7 @@ class Schedule:
         """Within the budget by the rule, and by the figure that is printed; the rule hangs on one plan for good."""
         touched, ledger = frozenset(self.touched.items()), Ledger.open(self.path)
         first = ledger._history.first.plan if ledger._history.first else None
+        assert first is None or isinstance(first, PrivacyPlan)
         assert self.first is None or first == self.first
         self.first = first
         assert first is None or admissible(touched, first, self.epsilon)
@@ -106,10 +111,11 @@ class Schedule:
 
     def check_refusal(self, ledger: Ledger, run_id: str) -> None:
         """One more step is really one too many."""
-        after = Counter({c.noise_multiplier: c.count for c in ledger.counts()})
+        after = Counter({c.noise_multiplier: c.count for c in steps_of(ledger)})
         after[self.plans[run_id].noise_multiplier] += 1
-        first = ledger._history.first or ledger.runs[run_id]  # a torn record may have become the first just now
-        over_budget = not admissible(frozenset(after.items()), first.plan, self.epsilon)
+        first = (ledger._history.first or ledger.runs[run_id]).plan  # a torn record may have become the first just now
+        assert isinstance(first, PrivacyPlan)
+        over_budget = not admissible(frozenset(after.items()), first, self.epsilon)
         assert over_budget or ledger.runs[run_id].remaining == 0
 
     def reopen(self) -> None:
@@ -126,7 +132,7 @@ class Schedule:
 
     def check_end(self) -> None:
         ledger = Ledger.open(self.path)
-        counted = Counter({c.noise_multiplier: c.count for c in ledger.counts()})
+        counted = Counter({c.noise_multiplier: c.count for c in steps_of(ledger)})
         assert all(counted[sigma] >= count for sigma, count in self.touched.items())
         for run_id, run in ledger.runs.items():
             assert run.spent <= self.plans[run_id].max_releases
@@ -192,7 +198,7 @@ def test_a_second_plan_and_the_first_together_stay_within_one_delta(tmp_path: Pa
     rule = Rule(Budget(epsilon=3.0, delta=1e-3), poisson(200, 2.5).count())
     assert not rule.alone
     spent = rdp.RdpAccountant([rule.order])
-    for count in ledger.counts():
+    for count in steps_of(ledger):
         spent.compose(count.event())
     assert 2.9 < spent.get_epsilon(5e-4) <= 3.0
     assert rule.order == max(range(2, 33), key=lambda k: steps_at(k, rule.first)), "the best one for the first plan"

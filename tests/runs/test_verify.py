@@ -14,10 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 import halfsilver as hs
+from halfsilver._core import checkpoint
 from halfsilver.cli import app as cli
 from halfsilver.errors import CheckpointCorrupt, HalfsilverError, LedgerCorrupt
 from halfsilver.privacy.accounting import epsilon_of
-from halfsilver.runs import checkpoint
 from halfsilver.runs.folder import write_json
 from halfsilver.runs.verify import verify
 

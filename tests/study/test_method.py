@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 import halfsilver as hs
 from halfsilver.errors import ConfigError
 from halfsilver.report import write_report
 from halfsilver.report.looks import looks_of
 from halfsilver.runs.folder import read_json
-from halfsilver.study.method import NAMES, PUBLIC, REGISTERED, WARM, Conditions, resolve
+from halfsilver.study.arena import make_plan
+from halfsilver.study.method import NAMES, PUBLIC, REGISTERED, WARM, WHITENED, Conditions, resolve
 from halfsilver.study.problem import Setting
 from halfsilver.study.records import Result
+from halfsilver.study.run import Job, make_trainer
+from halfsilver.study.search import settings_wanted
 from halfsilver.study.verdict import verdict
-from tests.study.small_study import GRID, RECIPE, loss_fn, make_model, records
+from tests.study.small_study import GRID, RECIPE, loss_fn, make_model, problem, records
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ def test_wrong_sets_of_methods_are_refused(methods: list[hs.Method | str], messa
         ({"mirror": 0.9}, "to be a map such as"),
         ({"learning_rates": (0.0,)}, "each above 0"),
         ({"geometry": object()}, "geometry=.* to be a geometry such as Whitened"),
-        ({"finish": object()}, "no finish is implemented"),
+        ({"finish": object()}, "a last step such as Finish"),
     ],
 )
 def test_wrong_methods_are_refused(wrong: dict[str, Any], message: str) -> None:
@@ -159,3 +164,37 @@ def test_wrong_methods_are_refused(wrong: dict[str, Any], message: str) -> None:
 def test_the_registry_knows_its_methods_by_name() -> None:
     assert all(REGISTERED[name].name == name for name in REGISTERED)
     assert tuple(REGISTERED)[:4] == NAMES
+
+
+def test_the_damping_of_a_geometry_is_searched_beyond_its_first_value() -> None:
+    wanted = WHITENED.settings_in(GRID)
+    assert wanted == [Setting(lr, damping=1.0) for lr in GRID.warm]
+    best, tried = Setting(0.5, damping=0.1), list(wanted)
+    while True:
+        costs = {s: abs(s.lr - best.lr) + abs(math.log10((s.damping or 1.0) / 0.1)) for s in tried}
+        if (wanted := settings_wanted(GRID, WHITENED, costs, widen=True)) == tried:
+            break
+        tried = wanted
+    assert min(costs, key=lambda s: costs[s]) == best
+    assert {s.damping for s in tried} == {0.01, 0.1, 1.0, 10.0}, "so that the best one is not at an edge"
+    assert WHITENED.geometry_at(Conditions(setting=best, recipe=RECIPE)) == hs.Whitened(damping=0.1)
+
+
+def test_settings_without_a_damping_are_written_as_before() -> None:
+    assert Setting(0.5, 0.9).to_json() == {"lr": 0.5, "alpha_end": 0.9}
+    assert Setting(**Setting(0.5, damping=2.0).to_json()) == Setting(0.5, damping=2.0)  # type: ignore[arg-type]
+
+
+def test_a_recipe_may_name_any_optimizer_of_torch(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, optimizer="RMSprop", momentum=0.5)
+    job = Job(
+        method=WHITENED, seed=0, setting=Setting(0.1, damping=3.0), folder=tmp_path, start=tmp_path, ledger=tmp_path,
+        delta=1e-4,
+    )  # fmt: skip
+    trainer = make_trainer(make_model(), problem(), recipe, job, make_plan(recipe, 200, 5.0, 1e-4))
+    assert isinstance(trainer.optimizer, torch.optim.RMSprop)
+    assert trainer.optimizer.defaults["momentum"] == 0.5
+    assert trainer.geometry == hs.Whitened(damping=3.0)
+    for wrong in ("Adm", "lr_scheduler"):
+        with pytest.raises(ConfigError, match="optimizer"):
+            replace(RECIPE, optimizer=wrong)

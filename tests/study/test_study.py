@@ -21,8 +21,8 @@ from torch import nn
 
 import halfsilver as hs
 from benchmarks.studies import carry
+from halfsilver._core import checkpoint
 from halfsilver.errors import ConfigError, RunFolderBusy
-from halfsilver.runs import checkpoint
 from halfsilver.study import study as study_module
 from halfsilver.study.arena import Arena, make_plan
 from halfsilver.study.method import PDA, WARM
@@ -320,12 +320,12 @@ Study(folder=folder, request=request(search="paper search"), source=problem).go(
 
 @pytest.mark.slow
 def test_a_study_that_is_killed_goes_on(tmp_path: Path) -> None:
-    """Five kills at random moments: finished runs are left alone, and the ledger counts every step that was taken."""
+    """Three kills at random moments: finished runs are left alone, and the ledger counts every step that was taken."""
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "study"), "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     delays = random.Random(0)
     seen: dict[Path, int] = {}
-    for _ in range(5):
+    for _ in range(3):
         process = subprocess.Popen(command, env=environment)
         # After the imports, which take seconds, a whole study of this size takes seconds too.
         _wait_for_work(process, tmp_path / "study", delays.uniform(0.1, 1.5))

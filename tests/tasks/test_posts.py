@@ -89,3 +89,18 @@ def test_the_encoder_with_adapters_trains_as_it_comes(posts: Any, data: Path, tm
     trainer = hs.Trainer(model, posts.lora_loss, optimizer=sgd, plan=plan, mirror=hs.FirstOrder(0.5))
     assert trainer.fit(private, public, run_dir=tmp_path).updates == 1
     assert all(not torch.equal(p, old) for p, old in zip(learns, before, strict=True))
+
+
+def test_the_page_has_the_committed_figures() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "posts-head.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "real-models.md").read_text(encoding="utf-8")
+    for result in found["results"]:
+        means = result["verdict"]["means"]
+        lines = {name: _line(page, f"{name}, ε = {result['epsilon']:g}") for name in ("loss", "accuracy")}
+        for method in ("public", "cold", "warm", "pda", "whitened"):
+            assert f" {means[method]['loss']['mean']:.3f} ± " in lines["loss"]
+            assert f" {100 * means[method]['accuracy']['mean']:.1f} % " in lines["accuracy"]
+
+
+def _line(page: str, start: str) -> str:
+    return next(line for line in page.splitlines() if line.startswith(f"| {start}"))

@@ -270,6 +270,9 @@ def test_mixing_keeps_the_sum_of_labels_and_goes_with_the_images() -> None:
     assert shares.sum(1).tolist() == pytest.approx([1.0] * 4)
     assert blended.flatten().tolist() == pytest.approx((shares @ torch.arange(4.0)).tolist())
     assert 0 < shares[0, 0] < 1
+    torch.manual_seed(0)
+    smooth = mixed(images, labels, 4, 0.4, smoothing=0.2)[1]
+    torch.testing.assert_close(smooth, 0.8 * shares + 0.05)
 
 
 # ---- training

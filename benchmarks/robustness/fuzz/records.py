@@ -17,9 +17,9 @@ from torch import Tensor
 import halfsilver as hs
 from benchmarks.robustness.fuzz.damage import Bytes, as_json, damaged, forged, json_file, json_lines, twisted
 from benchmarks.robustness.fuzz.run import Target
+from halfsilver._core import checkpoint as checkpoints
 from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.report.load import load
-from halfsilver.runs import checkpoint as checkpoints
 from halfsilver.runs.folder import read_json
 from halfsilver.runs.verify import verify as verify_run
 from halfsilver.tasks import recipes

@@ -30,10 +30,12 @@ from halfsilver.mirror import (
     Euclidean,
     FallBack,
     FirstOrder,
+    Geometry,
     MirrorMap,
     Momentum,
     PublicLoss,
     Quadratic,
+    Whitened,
     chain,
     clip_released,
     cosine,
@@ -82,18 +84,25 @@ def small_model() -> nn.Module:
     return model
 
 
-def trainer_loop(name: str, backend: BackendName = "book", mirror: MirrorMap | None = None, **options: Any) -> Audited:
+def trainer_loop(
+    name: str,
+    backend: BackendName = "book",
+    mirror: MirrorMap | None = None,
+    geometry: Geometry | None = None,
+    **options: Any,
+) -> Audited:
     """`Trainer.fit` on a small linear model, whose public loss is quadratic, as some maps need it to be."""
-    model = small_model()
+    model, public = small_model(), None if mirror is None and geometry is None else synthetic(40, seed=1)
     trainer = Trainer(
         model,
         squared,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
         plan=plan_of(),
         mirror=mirror or Euclidean(),
+        geometry=geometry,
         performance=Performance(backend=backend, micro_batch_size=_MICRO_BATCH),
     )
-    return Audited(trainer=trainer, rows=synthetic(), public=mirror and synthetic(40, seed=1), name=name, **options)
+    return Audited(trainer=trainer, rows=synthetic(), public=public, name=name, **options)
 
 
 def layered(run: Run, layer: Any) -> Run:
@@ -192,11 +201,9 @@ def linear_model(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: i
 
     from halfsilver.linear_model import MirrorLinearRegression
 
-    numbers, places = 2 * layout.width, layout.places[: len(layout.places) - layout.absent]
-    pulls = layout.pulls(1.0).double().sum(1).numpy()[: len(places)]
-    features = sparse.csr_matrix((np.where(np.isnan(pulls), np.nan, 1.0), (np.arange(len(places)), places)))
-    features.resize(len(places), numbers)
-    watch = Watch(np.arange(len(places)), len(layout.places), _coefficients, [])
+    features, pulls = _one_feature_each(layout)
+    numbers = features.shape[1]
+    watch = Watch(np.arange(len(pulls)), len(layout.places), _coefficients, [])
     model = MirrorLinearRegression(
         epsilon=2 * plan.epsilon(1e-5),
         steps=plan.steps,
@@ -223,6 +230,63 @@ def linear_model(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: i
         intents=intents(folder / "ledger.jsonl"),
         releases=len(watch.numbers),
     )
+
+
+def classifier(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: int | None = None) -> Observation:
+    """`MirrorLogisticRegression` with the plan's steps and all rows in every one of them, as `linear_model` does.
+
+    Canary k has one feature, k, and the second of two classes. Its gradient is that feature, as the classifier maps it,
+    in the weights of the first class, and its negative in those of the second; the clip norm is so small that every
+    such gradient is clipped. Rows are not whitened, which leaves at most 2,000 axes; the mechanism is the same.
+    """
+    from scipy import sparse
+
+    from halfsilver.linear_model import MirrorLogisticRegression
+
+    features, pulls = _one_feature_each(layout)
+    numbers = features.shape[1]
+    watch = Watch(np.arange(len(pulls)), len(layout.places), _coefficients, [])
+    clip, rate = 0.25, 1.0
+    model = MirrorLogisticRegression(
+        epsilon=2 * plan.epsilon(1e-5),
+        classes=[0, 1],
+        method="warm",
+        steps=plan.steps,
+        learning_rate=rate,
+        max_grad_norm=clip,
+        average=None,
+        fit_intercept=False,
+        n_private=1000,
+        run_dir=folder,
+        unsafe_seed=unsafe_seed,
+    )
+    public = sparse.vstack([sparse.identity(numbers), -sparse.identity(numbers)], format="csr")
+    with watch.watching():
+        model.fit(features, np.ones(len(pulls), dtype=np.int64), X_public=public)
+    mapped = model._row_map(np.eye(numbers))
+    axes = mapped / np.linalg.norm(mapped, axis=1, keepdims=True)
+    weights = np.stack([np.zeros(2 * numbers), *watch.numbers]).reshape(-1, 2, numbers)
+    released = (weights[:-1] - weights[1:]) / rate * model.plan_.expected_batch_size / clip
+    return Observation(
+        loop="classifier",
+        plan=model.plan_,
+        scores=((released[:, 0] - released[:, 1]) / np.sqrt(2) @ axes.T).reshape(-1, 2, layout.width),
+        kinds=layout.kinds,
+        reads=np.ones((1, plan.steps, len(layout.places)), dtype=np.int64),
+        places=layout.places,
+        intents=intents(folder / "ledger.jsonl"),
+        releases=len(watch.numbers),
+    )
+
+
+def _one_feature_each(layout: Layout) -> tuple[Any, np.ndarray]:
+    """The canaries as sparse rows, of which each has the feature of its place, and how they pull."""
+    from scipy import sparse
+
+    places = layout.places[: len(layout.places) - layout.absent]
+    pulls = layout.pulls(1.0).double().sum(1).numpy()[: len(places)]
+    values = np.where(np.isnan(pulls), np.nan, 1.0)
+    return sparse.csr_matrix((values, (np.arange(len(places)), places)), (len(places), 2 * layout.width)), pulls
 
 
 def _coefficients(optimizer: torch.optim.Optimizer) -> np.ndarray:
@@ -295,10 +359,12 @@ LOOPS: dict[str, Run] = {
     **{f"trainer/{name}": trainer_loop(f"trainer/{name}", name) for name in BACKENDS},
     **{f"layer/{kind}": layered(trainer_loop(f"layer/{kind}"), kind) for kind in ("embedding", "conv")},
     **{f"map/{name}": trainer_loop(f"map/{name}", mirror=mirror) for name, mirror in MAPS.items()},
+    "geometry": trainer_loop("geometry", geometry=Whitened(damping=0.1, refresh=7)),
     "attach_mirror": opacus_loop,
     "federated": federated,
     "users by key": keyed_users,
     "linear model": linear_model,
+    "classifier": classifier,
     "two processes": two_processes,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -140,11 +141,12 @@ def verify(
     require(run.is_dir(), "run", str(run), "to be a run folder that contains a config.json")
     report = check(run, ledger, head_file)
     statement = report["statement"]
+    by = "pld" if "pld" in statement["epsilon_planned"] else "rdp"  # of a selection only RDP is known
     rows = {
         "run": report["run_id"],
         "steps counted": statement["spent_so_far"]["steps"],
         "finished": report["finished"],
-        "epsilon, planned (PLD)": statement["epsilon_planned"]["pld"],
+        f"epsilon, planned ({by.upper()})": statement["epsilon_planned"][by],
         "delta": statement["delta"],
         "all runs, in the statement": _total(statement["all_runs_on_this_data"]),
         "all runs, in the ledger now": _total(report["all_runs_now"]),
@@ -157,6 +159,7 @@ def verify(
 
 
 for command in (
+    cli_studies.advise,
     cli_studies.compare,
     cli_studies.run,
     cli_studies.report,
@@ -173,7 +176,9 @@ def _asked(plan: PrivacyPlan) -> dict[str, Any]:
 
 
 def _total(total: Mapping[str, Any]) -> str:
-    return f"epsilon {total['epsilon']:.6g}, delta {total['delta']:.6g}, runs {total['runs']}"
+    epsilon = math.inf if total["epsilon"] is None else total["epsilon"]
+    elsewhere = f", elsewhere {len(total['external'])}" if "external" in total else ""
+    return f"epsilon {epsilon:.6g}, delta {total['delta']:.6g}, runs {total['runs']}{elsewhere}"
 
 
 def _budget(budget: Mapping[str, float] | None) -> str:

@@ -44,7 +44,9 @@ def compare(
     recipe: RecipeName = "workstation",
     seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
     cold_seeds: Annotated[int | None, typer.Option(help="Runs of cold, where fewer are enough; 0: without it.")] = None,
-    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(REGISTERED)}, with commas.")] = ",".join(NAMES),
+    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(REGISTERED)}, with commas; or auto.")] = ",".join(
+        NAMES
+    ),
     search: Annotated[str, typer.Option(help="public: no private row is used; paper: on set-aside rows.")] = "public",
     quick: Annotated[bool, typer.Option(help="2 epochs, 3 learning rates, 1 alpha; not for publication.")] = False,
     data: Data = None,
@@ -71,6 +73,7 @@ def compare(
         search=search,
         quick=quick,
         out=out,
+        tell=_tell,
     )
     _tell(f"study in {study.folder}")
     summary = study.go(workers_count=workers, tell=_tell)
@@ -113,6 +116,29 @@ def compare_linreg(dims: list[int] | None, trials: int, out: Path | None, as_jso
     Console(markup=False).print(table)
 
 
+def advise(
+    task: Annotated[str, typer.Argument(help=f"One of {', '.join(TASKS)}.")],
+    epsilon: Epsilon = None,
+    delta: Delta = None,
+    recipe: RecipeName = "workstation",
+    data: Data = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for start, advice.json and the page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Batch, clip norm, learning rate and geometry from public rows alone, and a forecast."""
+    from halfsilver.report import write_advice
+    from halfsilver.runs.folder import write_json
+    from halfsilver.tasks.named import advice_for_task
+
+    folder = out or Path("advice") / f"{task}-{recipe}{'' if epsilon is None else f'-eps{epsilon:g}'}"
+    advice = advice_for_task(
+        task, data=data_folder(data), recipe=recipe, epsilon=epsilon, delta=delta, out=folder, tell=_tell
+    )
+    write_json(folder / "advice.json", advice.to_json())
+    page = write_advice(advice, folder)
+    typer.echo(json.dumps({**advice.to_json(), "page": str(page)}) if as_json else f"{advice}\nPage: {page}")
+
+
 def run(
     task: Annotated[str, typer.Argument(help="A task, or one of its recipes such as cifar10-eps3.51.")],
     method: Annotated[str, typer.Option(help=f"One of {', '.join(REGISTERED)}.")] = NAMES[-1],
@@ -124,7 +150,7 @@ def run(
     rounds: Annotated[int | None, typer.Option(help="Rounds of a federated task (default: the recipe's).")] = None,
     quick: Annotated[bool, typer.Option(help="2 epochs or 20 rounds; not for publication.")] = False,
     data: Data = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder; an unfinished run there is gone on with.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; an unfinished run there is resumed.")] = None,
     as_json: Json = False,
 ) -> None:
     """One method, one run: progress, a run folder, and a report."""

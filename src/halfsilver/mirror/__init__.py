@@ -14,17 +14,20 @@ from halfsilver.mirror.base import (
 )
 from halfsilver.mirror.bregman import Bregman, DualAveraging
 from halfsilver.mirror.fall_back import FallBack
+from halfsilver.mirror.finish import Calibrated, Finish, Finished
 from halfsilver.mirror.first_order import FirstOrder
+from halfsilver.mirror.fold import fold_batch_norm
 from halfsilver.mirror.geometry import Geometry, Shaped, Whitened
 from halfsilver.mirror.momentum import Momentum
 from halfsilver.mirror.pretrain import PretrainResult, pretrain
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.quadratic import Quadratic
-from halfsilver.mirror.schedules import Clock, Constant, Cosine, Schedule, constant, cosine
+from halfsilver.mirror.schedules import Clock, Constant, Cosine, OneCycle, Schedule, constant, cosine
 from halfsilver.mirror.sets import ConstraintSet, GradientBall, Intersection, L2Ball
 
 __all__ = [
     "Bregman",
+    "Calibrated",
     "Chain",
     "ClipReleased",
     "Clock",
@@ -34,6 +37,8 @@ __all__ = [
     "DualAveraging",
     "Euclidean",
     "FallBack",
+    "Finish",
+    "Finished",
     "FirstOrder",
     "Geometry",
     "GradientBall",
@@ -42,6 +47,7 @@ __all__ = [
     "MirrorMap",
     "Mixture",
     "Momentum",
+    "OneCycle",
     "PretrainResult",
     "PublicLoss",
     "Quadratic",
@@ -55,5 +61,6 @@ __all__ = [
     "clip_released",
     "constant",
     "cosine",
+    "fold_batch_norm",
     "pretrain",
 ]

@@ -7,6 +7,7 @@ parameters and the public loss, and returns the direction that the optimizer tak
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -327,6 +328,15 @@ def clip_released(max_norm: float) -> ClipReleased:
 # ---- maps that were written for version 0.1
 
 _EARLIER = ("params", "public", "clock", "lr")
+
+
+def described(mirror: MirrorMap) -> str:
+    """The map in words that do not differ from process to process, as an address would.
+
+    Args:
+        mirror: The map.
+    """
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(mirror))
 
 
 def as_map(mirror: Any, *, stacklevel: int = 3) -> MirrorMap:

@@ -152,6 +152,47 @@ def cosine(
     return Cosine(end=end, K=K, unit=unit)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OneCycle:
+    """The learning rate of one cycle: up along half a cosine, then down along another, as a share of its peak.
+
+    With s the share of the training that is over and w = `warm_up`, the rate is ``start + (1 - start) (1 - cos(pi s /
+    w)) / 2`` up to s = w, and ``end + (1 - end) (1 + cos(pi (s - w) / (1 - w))) / 2`` after it. It is a function of
+    public constants, for the `schedule` of `pretrain`.
+
+    Args:
+        warm_up: The share of the training in which the rate rises, in [0, 1). Default 0.2. Raise it if the loss
+            diverges in the first epochs.
+        start: The rate at the start, as a share of the peak, in [0, 1]. Default 0.04.
+        end: The rate at the end, as a share of the peak, in [0, 1]. Default 0.
+
+    Raises:
+        ConfigError: If a value is out of range.
+
+    Example:
+        >>> [round(OneCycle()(share), 3) for share in (0.0, 0.1, 0.2, 0.6, 1.0)]
+        [0.04, 0.52, 1.0, 0.5, 0.0]
+
+    References:
+        Smith and Topin, *Super-Convergence: Very Fast Training of Neural Networks Using Large Learning Rates*, 2017,
+        arXiv:1708.07120
+    """
+
+    warm_up: float = 0.2
+    start: float = 0.04
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.warm_up < 1, "warm_up", self.warm_up, "in [0, 1)")
+        require(0 <= self.start <= 1, "start", self.start, "in [0, 1]")
+        require(0 <= self.end <= 1, "end", self.end, "in [0, 1]")
+
+    def __call__(self, share: float) -> float:
+        if share < self.warm_up:
+            return self.start + 1 - falling(share / self.warm_up, self.start)
+        return falling((share - self.warm_up) / (1 - self.warm_up), self.end)
+
+
 def weight_at(alpha: float | Schedule, clock: Clock) -> float:
     """The value of a number or schedule at `clock`, clamped to [0, 1] whatever a user's schedule returns."""
     value = alpha(clock) if callable(alpha) else alpha

@@ -10,5 +10,6 @@
    backend, and ``gradients/probe.py``, which checks the others against it on made-up rows.
 7. ``gradients/book/``: the fast kernels, each held to the contract in ``gradients/book/example_gradients.py``.
 8. ``users/``: ``source.py``, ``fold.py``, ``engine.py``: the same release with users in place of examples.
-9. ``copies.py``, ``recognise.py``, ``count.py``, ``arrays.py``: helpers. ``metrics.py`` is outside the guarantee.
+9. ``released_metrics.py``: metrics with noise, by the release of ``mechanism.py``; ``clip_norm.py`` builds on it.
+10. ``copies.py``, ``recognise.py``, ``count.py``, ``arrays.py``: helpers. ``metrics.py`` is outside the guarantee.
 """

@@ -1,7 +1,8 @@
 """From counted mechanism steps to epsilon, by the dp-accounting library alone.
 
-The mechanism is data: `MechanismCount` says how often which step ran, and dp-accounting interprets it. A plan, the
-ledger and ``halfsilver verify`` all call the same two functions.
+The mechanism is data: `MechanismCount` says how often which step ran, and dp-accounting interprets it. `PairCount`
+stands for what ran elsewhere and is known by its (epsilon, delta) alone. A plan, the ledger and ``halfsilver verify``
+all call the same two functions.
 
 References:
     - Koskela, Jalko and Honkela 2020, Computing Tight Differential Privacy Guarantees Using FFT, arXiv:1906.03049.
@@ -10,19 +11,31 @@ References:
       arXiv:2207.04380, for the discretisation of dp-accounting.
     - Mironov 2017, Renyi Differential Privacy, arXiv:1702.07476.
     - Mironov, Talwar and Zhang 2019, Renyi Differential Privacy of the Sampled Gaussian Mechanism, arXiv:1908.10530.
+    - Kairouz, Oh and Viswanath 2017, The Composition Theorem for Differential Privacy, arXiv:1311.0776, for the worst
+      mechanism of an (epsilon, delta).
+    - Papernot and Steinke 2022, Hyperparameter Tuning with Renyi Differential Privacy, arXiv:2110.03620.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+from typing import Literal, NamedTuple
 
 import dp_accounting as dpa
 from dp_accounting import pld, rdp
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.pld.common import DifferentialPrivacyParameters
+from dp_accounting.pld.privacy_loss_distribution import (
+    PrivacyLossDistribution,
+    from_gaussian_mechanism,
+    from_privacy_parameters,
+)
 
 from halfsilver.errors import ConfigError, require
 
@@ -30,44 +43,123 @@ Accountant = Literal["pld", "rdp"]
 
 # At 1e-3 the discretisation error is visible below epsilon 0.2; at 1e-4 it is below 1 % there.
 PLD_INTERVAL = 1e-4
+_LITTLE_NOISE, _BEYOND_USE = (
+    0.1,
+    100.0,
+)  # a noise multiplier, and an epsilon of RDP from which PLD is not worth its time
+
+
+class Trials(NamedTuple):
+    """A random number of runs of so many steps each, of which only the best leaves. See `halfsilver.selection`."""
+
+    steps: int
+    mean: float
+    eta: float
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class MechanismCount:
     """`count` steps of the Gaussian mechanism, each on a Poisson sample (or on all rows when the rate is 1).
 
+    With `trials`, `count` selections whose runs consist of such steps.
+
     Args:
         noise_multiplier: Standard deviation of the noise in units of the sensitivity; above 0.
         sampling_rate: The probability of a unit to be in a batch, in (0, 1].
-        count: The number of steps, at least 0.
+        count: The number of steps, or of selections, at least 0.
+        trials: How each selection draws its runs (default: empty, for steps).
     """
 
     noise_multiplier: float
     sampling_rate: float
     count: int
+    trials: Trials | tuple[()] = ()  # compares with that of any other count, as None would not
 
     def event(self) -> dpa.DpEvent:
-        gaussian = dpa.GaussianDpEvent(self.noise_multiplier)
+        once = dpa.GaussianDpEvent(self.noise_multiplier)
         if self.sampling_rate < 1:
-            gaussian = dpa.PoissonSampledDpEvent(self.sampling_rate, gaussian)
-        return dpa.SelfComposedDpEvent(gaussian, self.count)
+            once = dpa.PoissonSampledDpEvent(self.sampling_rate, once)
+        if self.trials:
+            steps, mean, eta = self.trials
+            once = RepeatAndSelectDpEvent(dpa.SelfComposedDpEvent(once, steps), mean, eta)
+        return dpa.SelfComposedDpEvent(once, self.count)
 
 
-def merged(counts: Sequence[MechanismCount]) -> tuple[MechanismCount, ...]:
-    """One entry for each distinct mechanism, sorted, without empty ones."""
-    totals: dict[tuple[float, float], int] = {}
+@dataclass(frozen=True, kw_only=True, order=True)
+class PairCount:
+    """`count` mechanisms of which nothing is known but that each is (epsilon, delta)-DP.
+
+    Every such mechanism is a function of the worst one, which reveals with probability delta whose data it has, and
+    otherwise tells it by randomized response with odds e^epsilon. So whatever holds for the worst one, composed with
+    anything else, holds for all.
+
+    Args:
+        epsilon: At least 0.
+        delta: In [0, 1).
+        count: How many, at least 0.
+
+    References:
+        - Kairouz, Oh and Viswanath 2017, The Composition Theorem for Differential Privacy, arXiv:1311.0776, theorem
+          3.3 and its proof.
+    """
+
+    epsilon: float
+    delta: float
+    count: int
+
+    def loss_distribution(self, interval: float) -> PrivacyLossDistribution:
+        pair = DifferentialPrivacyParameters(self.epsilon, self.delta)
+        return from_privacy_parameters(pair, value_discretization_interval=interval).self_compose(self.count)
+
+    def rdp(self, order: float) -> float:
+        """Renyi divergence of the part that reveals nothing, log(p^a q^(1-a) + q^a p^(1-a)) / (a - 1) per mechanism.
+
+        Here a is the order, and p and q = 1 - p the probabilities of randomized response, with p / q = e^epsilon.
+
+        References:
+            - Mironov 2017, Renyi Differential Privacy, arXiv:1702.07476, proposition 5.
+        """
+        log_p = -math.log1p(math.exp(-self.epsilon))
+        log_q = log_p - self.epsilon
+        terms = order * log_p + (1 - order) * log_q, order * log_q + (1 - order) * log_p
+        largest = max(terms)
+        total = largest + math.log(sum(math.exp(term - largest) for term in terms))
+        return self.count * max(0.0, total / (order - 1))
+
+
+Count = MechanismCount | PairCount
+
+
+def merged(counts: Sequence[Count]) -> tuple[Count, ...]:
+    """One entry for each distinct mechanism, sorted, without empty ones; pairs last."""
+    steps = Counter[tuple[float, float, Trials | tuple[()]]]()
+    pairs = Counter[tuple[float, float]]()
     for c in counts:
-        key = (c.noise_multiplier, c.sampling_rate)
-        totals[key] = totals.get(key, 0) + c.count
-    return tuple(
-        MechanismCount(noise_multiplier=sigma, sampling_rate=q, count=k)
-        for (sigma, q), k in sorted(totals.items())
-        if k > 0
+        if isinstance(c, PairCount):
+            pairs[c.epsilon, c.delta] += c.count
+        else:
+            steps[c.noise_multiplier, c.sampling_rate, c.trials] += c.count
+    return (
+        *(
+            MechanismCount(noise_multiplier=sigma, sampling_rate=q, count=k, trials=trials)
+            for (sigma, q, trials), k in sorted(steps.items())
+            if k > 0
+        ),
+        *(PairCount(epsilon=e, delta=d, count=k) for (e, d), k in sorted(pairs.items()) if k > 0),
     )
 
 
+def mechanisms(counts: Sequence[Count]) -> int:
+    """The number of distinct mechanisms of which steps were counted; pairs are none."""
+    return sum(isinstance(c, MechanismCount) for c in merged(counts))
+
+
+def _has_selection(counts: Sequence[Count]) -> bool:
+    return any(isinstance(c, MechanismCount) and c.trials for c in counts)
+
+
 def epsilon_of(
-    counts: Sequence[MechanismCount],
+    counts: Sequence[Count],
     delta: float,
     accountant: Accountant,
     *,
@@ -78,7 +170,9 @@ def epsilon_of(
 
     PLD composes the privacy loss distributions of all steps by convolution and rounds pessimistically, so its epsilon
     is a tight upper bound. RDP adds the Renyi divergences of all steps for each order, and takes the order whose
-    conversion to (epsilon, delta) is best.
+    conversion to (epsilon, delta) is best. The deltas of pairs come off `delta` first; if nothing is left, epsilon is
+    infinite. Where a noise multiplier is below 0.1 and RDP gives more than 100, "pld" returns the epsilon of RDP: it is
+    an upper bound, too, and the loss distribution would have millions of points.
 
     Args:
         counts: What ran, and how often.
@@ -93,7 +187,7 @@ def epsilon_of(
         Epsilon, at least 0.
 
     Raises:
-        ConfigError: If `delta` or `accountant` is out of range.
+        ConfigError: If `delta` or `accountant` is out of range, or if PLD is to count a selection.
 
     Example:
         >>> step = MechanismCount(noise_multiplier=1.51, sampling_rate=500 / 48_000, count=9600)
@@ -108,8 +202,11 @@ def epsilon_of(
     return _epsilon(merged(counts), delta, accountant, interval, order)
 
 
-def total_accountant(counts: Sequence[MechanismCount]) -> Accountant:
+def total_accountant(counts: Sequence[Count]) -> Accountant:
     """The accountant of a data set's odometer: PLD while there is one mechanism, RDP once there are several.
+
+    Pairs are no mechanisms here; both accountants add them. A selection needs RDP in any case, because its privacy loss
+    distribution is not known.
 
     The reading is the epsilon of the steps so far as if they had been fixed in advance. It is a guarantee if the choice
     and length of runs did not depend on outputs. If they did, the reading is too small, and only a budget gives a
@@ -119,44 +216,93 @@ def total_accountant(counts: Sequence[MechanismCount]) -> Accountant:
         - Rogers, Roth, Ullman and Vadhan 2016, Privacy Odometers and Filters: Pay-as-you-Go Composition,
           arXiv:1605.08294.
     """
-    return "pld" if len(merged(counts)) <= 1 else "rdp"
+    return "pld" if mechanisms(counts) <= 1 and not _has_selection(counts) else "rdp"
 
 
-def rdp_at(mechanism: MechanismCount, order: int) -> float:
+def rdp_at(mechanism: Count, order: int) -> float:
     """Renyi divergence of one order for all counted steps. It adds up over steps; whole orders have a closed form.
+
+    That of a selection is the least over a second order, which is sought among all of dp-accounting's.
 
     References:
         - Mironov, Talwar and Zhang 2019, Renyi Differential Privacy of the Sampled Gaussian Mechanism,
           arXiv:1908.10530, section 3.3.
     """
+    if isinstance(mechanism, PairCount):
+        return mechanism.rdp(order)
+    if mechanism.trials:
+        return mechanism.count * _rdp_of_selection(replace(mechanism, count=1))[order]
     ledger = rdp.RdpAccountant([order])
     with _quiet_absl():
         return float(ledger.compose(mechanism.event()).rdp[0])
 
 
+@lru_cache(maxsize=64)
+def _rdp_of_selection(mechanism: MechanismCount) -> dict[float, float]:
+    ledger = rdp.RdpAccountant()
+    with _quiet_absl():
+        ledger.compose(mechanism.event())
+    return dict(zip(ledger.orders.tolist(), ledger.rdp.tolist(), strict=True))
+
+
 @lru_cache(maxsize=512)
 def _epsilon(
-    counts: tuple[MechanismCount, ...], delta: float, accountant: Accountant, interval: float, order: int | None
+    counts: tuple[Count, ...], delta: float, accountant: Accountant, interval: float, order: int | None
 ) -> float:
     if not counts:
         return 0.0
+    if accountant == "pld" and _has_selection(counts):
+        raise ConfigError("Expected accountant='rdp' for a selection: its privacy loss distribution is not known.")
+    steps = tuple(c for c in counts if isinstance(c, MechanismCount))
+    pairs = tuple(c for c in counts if isinstance(c, PairCount))
+    left = delta - sum(pair.delta * pair.count for pair in pairs)  # for RDP, which cannot hold a delta
+    if accountant == "rdp" and left <= 0:
+        return math.inf
+    if accountant == "rdp" and order is not None:
+        return float(rdp.compute_epsilon([order], [sum(rdp_at(c, order) for c in counts)], left)[0])
+    if accountant == "pld" and min((c.noise_multiplier for c in steps), default=1.0) < _LITTLE_NOISE:
+        bound = _epsilon(counts, delta, "rdp", interval, None)
+        if bound > _BEYOND_USE:
+            return bound
     with _quiet_absl():
-        return float(_composed(counts, accountant, interval, order).get_epsilon(delta))
+        if not pairs:
+            return float(_composed(steps, accountant, interval).get_epsilon(delta))
+        if accountant == "pld":
+            return float(_with_pairs(steps, pairs, interval).get_epsilon_for_delta(delta))
+        known = _composed(steps, accountant, interval)
+        total = [r + sum(pair.rdp(a) for pair in pairs) for a, r in zip(known.orders, known.rdp, strict=True)]
+        return float(rdp.compute_epsilon(known.orders, total, left)[0])
 
 
 @lru_cache(maxsize=8)  # a budget and a statement ask of the same steps at different deltas
-def _composed(
-    counts: tuple[MechanismCount, ...], accountant: Accountant, interval: float, order: int | None
-) -> dpa.PrivacyAccountant:
+def _composed(counts: tuple[MechanismCount, ...], accountant: Accountant, interval: float) -> dpa.PrivacyAccountant:
     if accountant == "pld":
         ledger = pld.PLDAccountant(value_discretization_interval=interval)
     elif accountant == "rdp":
-        ledger = rdp.RdpAccountant(None if order is None else [order])
+        ledger = rdp.RdpAccountant()
     else:
         raise ConfigError(f"Expected accountant={accountant!r} in ('pld', 'rdp').")
     for c in counts:
         ledger.compose(c.event())
     return ledger
+
+
+@lru_cache(maxsize=8)
+def _with_pairs(
+    steps: tuple[MechanismCount, ...], pairs: tuple[PairCount, ...], interval: float
+) -> PrivacyLossDistribution:
+    """The loss distributions of all, convolved. dp-accounting has no event for a pair, but its distribution."""
+    parts = [pair.loss_distribution(interval) for pair in pairs]
+    for c in steps:
+        if c.sampling_rate == 1:  # n steps of all rows are one with noise / sqrt(n), exactly
+            sigma = c.noise_multiplier / math.sqrt(c.count)
+            parts.append(from_gaussian_mechanism(sigma, value_discretization_interval=interval))
+        else:
+            step = from_gaussian_mechanism(
+                c.noise_multiplier, value_discretization_interval=interval, sampling_prob=c.sampling_rate
+            )
+            parts.append(step.self_compose(c.count))
+    return reduce(lambda total, part: total.compose(part), parts)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from sklearn.utils.validation import validate_data
 
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients.linear import SparseRecords, with_row_norms
+from halfsilver.privacy.gradients.softmax import softmax_records
+from halfsilver.privacy.row_map import RowMap
 from halfsilver.privacy.silence import silent
 
 
@@ -34,6 +36,69 @@ def private_rows(estimator: Any, x: Any, y: Any, *, intercept: bool) -> tuple[Pr
     return PrivateData(with_row_norms(features, torch.from_numpy(y).to(features.dtype))), features.dtype, width
 
 
+def private_labelled_rows(
+    estimator: Any,
+    x: Any,
+    y: Any,
+    *,
+    row_map: RowMap,
+    classes: np.ndarray[Any, Any],
+    class_weights: np.ndarray[Any, Any],
+    sample_weight: Any = None,
+    max_weight: float = 1.0,
+    base: Any = None,
+) -> PrivateData:
+    """A handle on the mapped rows for `SoftmaxModel`. The weight of a row is min(sample weight, bound) * class weight.
+
+    What cannot be used (a label that is none of the classes, a value that is no number) contributes nothing, as in
+    `private_rows`.
+    """
+    x = _features(estimator, x)
+    labels = class_numbers(y, classes)
+    check_consistent_length(x, labels)
+    weights = np.ones(len(labels))
+    if sample_weight is not None:
+        weights = np.minimum(column_or_1d(numbers(sample_weight, "sample_weight")).astype(np.float64), max_weight)
+        check_consistent_length(x, weights)
+    offsets = np.zeros((len(labels), 0))
+    if base is not None:
+        offsets = numbers(base, "base").astype(np.float64)
+        if offsets.shape != (len(labels), len(classes)):
+            raise ValueError(f"Expected base of shape (rows, {len(classes)}), one logit per class and row.")
+    weights = weights * class_weights[labels.clip(0)]
+    columns = (row_map(x), labels, weights, offsets)
+    return PrivateData(softmax_records(*map(torch.from_numpy, columns)))
+
+
+def private_length(estimator: Any, x: Any, y: Any) -> PrivateData:
+    """A handle on as many empty rows as there are private ones, for `noisy_count`. Also checks kinds and shapes."""
+    if y is None:
+        raise ValueError(f"{type(estimator).__name__} requires y to be passed, but the target y is None.")
+    x = _features(estimator, x)
+    check_consistent_length(x, column_or_1d(_as_array(y), warn=True))
+    return PrivateData(torch.zeros(x.shape[0], 0))
+
+
+def class_numbers(y: Any, classes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The place of each label among the classes; -1 for a label that is none of them, and nobody hears of it."""
+    values = column_or_1d(_as_array(y))
+    if values.dtype.kind in "biuf" and classes.dtype.kind in "biuf":
+        order = np.argsort(classes)
+        place = order[np.searchsorted(classes, values, sorter=order).clip(max=len(classes) - 1)]
+        return np.where(classes[place] == values, place, -1).astype(np.int64)
+    known = {label: place for place, label in enumerate(classes.tolist())}
+    found = np.full(len(values), -1, dtype=np.int64)
+    for place, value in enumerate(values.tolist()):
+        with silent():
+            found[place] = known.get(value, -1)
+    return found
+
+
+def _as_array(values: Any) -> np.ndarray[Any, Any]:
+    """As an array in which no row decides how another is read."""
+    return np.asarray(values, dtype=None if hasattr(values, "__array__") else object)
+
+
 def _features(estimator: Any, x: Any) -> Any:
     """As scikit-learn checks them, but for its conversions and messages, which quote what they cannot read."""
     if sparse.issparse(x):
@@ -49,8 +114,7 @@ def _features(estimator: Any, x: Any) -> Any:
 
 def numbers(values: Any, name: str) -> np.ndarray[Any, Any]:
     """An array of floats, where NaN stands for whatever is no number."""
-    own_dtype = hasattr(values, "__array__")  # that of a list would be set by its oddest row
-    array = np.asarray(values, dtype=None if own_dtype else object)
+    array = _as_array(values)  # the dtype of a list would be set by its oddest row
     if array.dtype in _FLOATS:
         return array
     _require_real(array.dtype, name)

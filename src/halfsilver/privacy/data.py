@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from halfsilver._core.tensors import Batch, batch_rows, take_rows
-from halfsilver.errors import PrivateDataError
+from halfsilver.errors import PrivateDataError, require
+from halfsilver.privacy.mapped import MappedRecords, Transform
 from halfsilver.privacy.recognise import shares_rows
 from halfsilver.privacy.schema import Schema, plain, require_plain
 from halfsilver.privacy.silence import silent
@@ -104,6 +105,42 @@ class PrivateData:
             True if both share at least one row in memory.
         """
         return data is self or shares_rows(self.__given, data)
+
+    def mapped(self, transform: Transform, *, column: int | str = 0, rows: int = 250) -> PrivateData:
+        """Return a handle on features of the records, computed inside the boundary.
+
+        Guarantee: `transform` gets batches of one fixed shape, filled up with made-up rows, and what it returns stays
+        behind the handle. If it fails on a record, that record contributes zero silently, and the features of the
+        others do not change. Before a record is read, `transform` is tried on made-up rows. It is refused if their
+        features change with the rows beside them. Nothing else about `transform` can be checked: it must not keep,
+        print or send what it is given, and may depend on public rows only. The maps of `halfsilver.features` do so.
+
+        Args:
+            transform: A function of a batch of inputs that returns one row of features for each, such as the
+                ``transform`` of a fitted feature map.
+            column: Which entry of a record is replaced by its features: a number for tuples, a name for dicts. Default
+                0, the input of pairs of input and label. Records that are single tensors are replaced as a whole.
+            rows: How many records `transform` gets at once, at least 1. Default 250. Lower it if memory is short.
+
+        Returns:
+            A handle on the same records, users included, with features. They are computed when training first reads a
+            record, after the ledger's entry for that step, and stay in memory.
+
+        Raises:
+            PrivateDataError: If the shapes of a record are unknown, or `transform` returns something else than one row
+                of features for each made-up row, or mixes rows.
+            ConfigError: If the record has no such column.
+
+        Example:
+            >>> import torch
+            >>> data = PrivateData((torch.randn(100, 3), torch.randint(2, (100,))))
+            >>> data.mapped(lambda x: torch.cat([x, x.square()], 1))
+            PrivateData(<opaque>)
+        """
+        require(rows >= 1, "rows", rows, "at least 1")
+        handle = PrivateData.of(MappedRecords(self.__records, self._schema(), transform, column, rows))
+        handle.__given, handle.__users = self.__given, self.__users
+        return handle
 
     def _open(self) -> tuple[Records, _Users | None]:
         return self.__records, self.__users

@@ -7,9 +7,9 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import dp_accounting as dpa
 
@@ -71,6 +71,8 @@ class PrivacyPlan:
     unit: Unit = "example"
     spare_steps: int = 0
     delta: float | None = field(default=None, compare=False)
+
+    accountants: ClassVar[tuple[Accountant, ...]] = ("pld", "rdp")  # that can count it, the one to publish first
 
     def __post_init__(self) -> None:
         require(_whole(self.steps) and self.steps >= 1, "steps", self.steps, "to be a whole number >= 1")
@@ -179,6 +181,7 @@ class PrivacyPlan:
         unit: Unit = "example",
         spare_steps: int = 0,
         accountant: Accountant = "pld",
+        after: Sequence[PrivacyPlan] = (),
         sampling_rate: float | None = None,
         expected_batch_size: float | None = None,
     ) -> PrivacyPlan:
@@ -200,6 +203,8 @@ class PrivacyPlan:
             unit: "example" or "user".
             spare_steps: Releases kept in hand for repeats after a crash. See `PrivacyPlan`.
             accountant: "pld" (tight) or "rdp" (for comparison with papers that used it).
+            after: Plans of runs on the same private data that come first. All of them together with this one spend at
+                most `epsilon` (default: none).
             sampling_rate: Deprecated, goes in 0.3. Say `population` and `batch_size`.
             expected_batch_size: Deprecated, goes in 0.3. Say `batch_size`.
 
@@ -246,26 +251,35 @@ class PrivacyPlan:
             spare_steps=spare_steps,
             delta=delta,
         )
-        return base.with_least_noise(epsilon, accountant)
+        return base.with_least_noise(epsilon, accountant, after)
 
-    def with_least_noise(self, epsilon: float, accountant: Accountant = "pld") -> PrivacyPlan:
+    def with_least_noise(
+        self, epsilon: float, accountant: Accountant = "pld", after: Sequence[PrivacyPlan] = ()
+    ) -> PrivacyPlan:
         """The same plan with the smallest noise multiplier whose epsilon, at the plan's delta, is at most `epsilon`.
 
         Args:
             epsilon: Above 0.
             accountant: "pld" or "rdp".
+            after: Plans of runs on the same private data that come first, whose epsilon is part of `epsilon`.
         """
         require(math.isfinite(epsilon) and epsilon > 0, "epsilon", epsilon, "in (0, inf)")
-        delta = self.delta_or(None)
+        delta, before = self.delta_or(None), [plan.count() for plan in after]
+        if before:
+            require(all(plan.unit == self.unit for plan in after), "unit", self.unit, "that of the plans in after")
+            spent = epsilon_of(before, delta, accountant)
+            require(spent < epsilon, "epsilon of the plans in after", spent, f"below epsilon={epsilon:g}")
         # Bracket sigma with cheap upper bounds (RDP, coarse PLD) before the fine PLD search.
         stages: list[tuple[Accountant, float]] = [("rdp", 0.0), ("pld", 1e-3), ("pld", PLD_INTERVAL)]
+        if before and accountant == "pld":
+            stages = stages[1:]  # by RDP, what comes first alone may be more than epsilon
         sigma, step = 1.0, 1.1
         for name, interval in stages[:1] if accountant == "rdp" else stages:
 
             def at(s: float, name: Accountant = name, interval: float = interval) -> float:
-                return epsilon_of([replace(self, noise_multiplier=s).count()], delta, name, interval=interval)
+                return epsilon_of([*before, replace(self, noise_multiplier=s).count()], delta, name, interval=interval)
 
-            sigma, step = _least_noise(at, epsilon, start=sigma, step=step), 1 + (step - 1) / 10
+            sigma, step = least_noise(at, epsilon, start=sigma, step=step), 1 + (step - 1) / 10
         return replace(self, noise_multiplier=sigma)
 
     @classmethod
@@ -345,7 +359,7 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _least_noise(
+def least_noise(
     epsilon_at: Callable[[float], float], target: float, *, start: float, step: float, tolerance: float = 1e-4
 ) -> float:
     """The smallest noise multiplier whose epsilon is at most `target`, from above, to a relative `tolerance`.

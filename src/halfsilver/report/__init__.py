@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from halfsilver._core import system
+from halfsilver.report.advice_page import write_advice
 from halfsilver.report.figures import Picture, inside, run_pictures
 from halfsilver.report.load import OneRun, load, shown
 from halfsilver.report.run_page import run_page
@@ -12,7 +13,7 @@ from halfsilver.report.study_figures import study_pictures
 from halfsilver.report.study_page import study_page
 from halfsilver.study.records import Summary
 
-__all__ = ["study_pictures", "write_report"]
+__all__ = ["study_pictures", "write_advice", "write_report"]
 
 
 def write_report(path: str | Path, out: str | Path | None = None) -> Path:

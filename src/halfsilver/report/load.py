@@ -19,6 +19,7 @@ class Spent:
 
     steps: int = 0
     epsilon_pld: float | None = None
+    epsilon_rdp: float | None = None  # of a selection
     more: Json = field(default_factory=dict)
 
 
@@ -38,6 +39,16 @@ class Statement:
     remarks: Sequence[str] = ()
     all_runs_on_this_data: Json = field(default_factory=dict)
     more: Json = field(default_factory=dict)
+
+    @property
+    def selects(self) -> bool:
+        """Whether it is about the best of several runs, which is one step of its ledger and counted by RDP."""
+        return "trials" in self.plan
+
+    @property
+    def epsilon(self) -> float | None:
+        """The figure to publish."""
+        return self.epsilon_planned.get("rdp" if self.selects else "pld")
 
     @classmethod
     def from_json(cls, record: Json) -> Statement:

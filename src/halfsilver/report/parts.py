@@ -46,12 +46,20 @@ def stamp_line(stamps: Sequence[str]) -> Html:
 def guarantee(plan: Mapping[str, Any], epsilon: Mapping[str, Any], delta: Any, adjacency: str) -> Html:
     """The figures of the guarantee and of the mechanism behind it."""
     unit = str(plan.get("unit", "example"))
+    one_run = (
+        "epsilon of one run",
+        f"{digits(epsilon.get('pld'))} by PLD (tight), {digits(epsilon.get('rdp'))} by RDP",
+    )
+    selection = [
+        ("epsilon of the selection", f"{digits(epsilon.get('rdp'))} by RDP, for all of its runs together"),
+        ("expected number of runs", plain(plan.get("trials"))),
+    ]
     rows = [
-        ("epsilon of one run", f"{digits(epsilon.get('pld'))} by PLD (tight), {digits(epsilon.get('rdp'))} by RDP"),
+        *(selection if "trials" in plan else [one_run]),
         ("delta", plain(delta)),
         ("protected unit", _UNITS.get(unit, unit)),
         ("adjacency", f"{adjacency}: {_ADJACENCY.get(adjacency, '')}".removesuffix(": ")),
-        ("private steps", plain(plan.get("steps"))),
+        ("private steps of each run" if "trials" in plan else "private steps", plain(plan.get("steps"))),
         ("sampling rate", plain(plan.get("sampling_rate"))),
         ("expected batch", plain(plan.get("expected_batch_size"))),
         ("noise multiplier", plain(plan.get("noise_multiplier"))),
@@ -65,8 +73,11 @@ def ledger_part(ledger: Mapping[str, Any]) -> Html:
     if not ledger:
         return Html("")
     by = str(ledger.get("accountant", "")).upper()
+    elsewhere = ledger.get("external")
+    reasons = [plain(e.get("why")) for e in elsewhere if isinstance(e, Mapping)] if isinstance(elsewhere, list) else []
     rows = [
         ("runs on this data", plain(ledger.get("runs"))),
+        *([("spent elsewhere, and counted too", "; ".join(reasons))] if reasons else []),
         ("epsilon of all of them", f"{digits(ledger.get('epsilon'))} by {by}"),
         ("delta of all of them", plain(ledger.get("delta"))),
         ("budget of all of them", plain(ledger.get("budget") or "none")),

@@ -31,17 +31,18 @@ def run_page(run: OneRun, pictures: Mapping[str, Sequence[Picture]]) -> Html:
 
 
 def _claim(statement: Statement) -> str:
-    whole = statement.plan.get("steps") == statement.spent_so_far.steps
+    whole = (1 if statement.selects else statement.plan.get("steps")) == statement.spent_so_far.steps
     private = not statement.not_private_because
     verb = "is" if private and whole else "was planned to be"
-    epsilon = digits(statement.epsilon_planned.get("pld"))
-    claim = f"This run {verb} ({epsilon}, {plain(statement.delta)})-differentially private."
+    epsilon = digits(statement.epsilon)
+    what = "selection" if statement.selects else "run"
+    claim = f"This {what} {verb} ({epsilon}, {plain(statement.delta)})-differentially private."
     return claim if private else f"{claim} But it is not private: see below."
 
 
 def _in_words(statement: Statement) -> str:
     """What the two figures promise, for readers who do not know them; nothing where they do not hold."""
-    epsilon = statement.epsilon_planned.get("pld")
+    epsilon = statement.epsilon
     if statement.not_private_because or epsilon is None or not finite(epsilon):
         return ""
     factor = digits(math.exp(min(epsilon, 700)))
@@ -69,9 +70,10 @@ def _behind(run: OneRun) -> list[str]:
 
 def _statement(run: OneRun, stamps: Sequence[str]) -> Html:
     statement, spent = run.statement, run.statement.spent_so_far
+    by_pld, by_rdp = f"{digits(spent.epsilon_pld)} by PLD", f"{digits(spent.epsilon_rdp)} by RDP"
     used = [
-        ("steps counted so far", plain(spent.steps)),
-        ("epsilon of those", f"{digits(spent.epsilon_pld)} by PLD"),
+        ("selections counted so far" if statement.selects else "steps counted so far", plain(spent.steps)),
+        ("epsilon of those", by_rdp if statement.selects else by_pld),
         ("mechanism", plain(statement.mechanism)),
         ("sampler", plain(statement.sampler)),
     ]

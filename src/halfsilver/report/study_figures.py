@@ -10,6 +10,7 @@ from halfsilver.report.looks import ACCENT, GREY, Look, looks_of
 from halfsilver.report.plots import INK
 from halfsilver.report.words import figure, level, one_of, points, short, slug
 from halfsilver.study.method import in_order
+from halfsilver.study.problem import Setting
 from halfsilver.study.records import Choice, Difference, Mean, Result, Summary
 
 Band = tuple[float, float, float, float]  # step, mean, lowest and highest seed
@@ -214,15 +215,15 @@ def _search(study: Summary) -> Picture | None:
         for trial in choice.tried:
             value = trial.figures.get(score)
             if value is not None and finite(value):
-                lines.setdefault((name, trial.setting.alpha_end), []).append((trial.setting.lr, value))
+                lines.setdefault((name, _second(trial.setting)), []).append((trial.setting.lr, value))
     if not lines:
         return None
     lines = {key: lines[key] for key in sorted(lines, key=lambda key: (list(choices).index(key[0]), key[1] or 0))}
 
     def paint(axes: Any) -> None:
         styles, count = ("-", "--", ":", "-."), dict.fromkeys(choices, 0)
-        for (name, alpha), tried in lines.items():
-            label = name if alpha is None else f"{name} {alpha:g}"
+        for (name, second), tried in lines.items():
+            label = name if second is None else f"{name} {second:g}"
             line(axes, looks[name], sorted(tried), label, linestyle=styles[count[name] % len(styles)], markevery=1)
             count[name] += 1
         for name, choice in choices.items():
@@ -237,8 +238,11 @@ def _search(study: Summary) -> Picture | None:
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
 
-    mixed = list(dict.fromkeys(name for name, alpha in lines if alpha is not None))
+    tried = [(name, trial.setting) for name, choice in choices.items() for trial in choice.tried]
+    mixed = list(dict.fromkeys(name for name, setting in tried if setting.alpha_end is not None))
+    damped = list(dict.fromkeys(name for name, setting in tried if setting.damping is not None))
     numbers = f" For {one_of(mixed)}, the number is where alpha ends." if mixed else ""
+    numbers += f" For {one_of(damped)}, it is the damping." if damped else ""
     return picture(
         "search",
         paint,
@@ -247,6 +251,11 @@ def _search(study: Summary) -> Picture | None:
         alt=f"{score.capitalize()} of the search against learning rate for {', '.join(choices)}; choices: see table.",
         height=3.6,
     )
+
+
+def _second(setting: Setting) -> float | None:
+    """What the search tries beside the learning rate."""
+    return setting.damping if setting.alpha_end is None else setting.alpha_end
 
 
 def _ring(axes: Any, look: Look, choice: Choice, score: str) -> None:

@@ -127,7 +127,8 @@ def setting(value: Setting | None) -> str:
     """
     if value is None:
         return NONE
-    return f"learning rate {value.lr:g}" + ("" if value.alpha_end is None else f", alpha to {value.alpha_end:g}")
+    alpha = "" if value.alpha_end is None else f", alpha to {value.alpha_end:g}"
+    return f"learning rate {value.lr:g}{alpha}" + ("" if value.damping is None else f", damping {value.damping:g}")
 
 
 def one_of(names: Sequence[str]) -> str:

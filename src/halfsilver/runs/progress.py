@@ -51,3 +51,24 @@ def _updater(show: Callable[[int, str], None], total: int, spent: Callable[[], f
         show(updates, text)
 
     return update
+
+
+@contextmanager
+def telling(tell: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
+    """Yield `tell`, or a function that shows its text beside a moving bar and the time that has gone by.
+
+    The bar needs rich and a terminal that somebody looks at; without them the text is dropped.
+    """
+    if tell is not None or not sys.stderr.isatty() or "CI" in os.environ:
+        yield tell or (lambda text: None)
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield lambda text: None
+        return
+    columns = (BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda text: bar.update(task, description=text)

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from halfsilver._core import checkpoint
 from halfsilver._core.distributed import World
 from halfsilver.errors import CheckpointCorrupt
 from halfsilver.privacy.accounting import epsilon_of
 from halfsilver.privacy.ledger import Head, Ledger
 from halfsilver.privacy.ledger.records import is_head
-from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import checkpoint
+from halfsilver.privacy.selection import Plan
 from halfsilver.runs.folder import RunFolder, read_json, write_json
 from halfsilver.runs.state import Parts
 from halfsilver.runs.statement import default_delta, make_statement, stamps
@@ -35,7 +35,7 @@ class Session:
     ledger: Ledger | None
     run_id: str
     finished: bool
-    plan: PrivacyPlan
+    plan: Plan
     delta: float
     config: Mapping[str, Any]
     world: World
@@ -47,7 +47,7 @@ class Session:
         cls,
         run_dir: str | Path,
         ledger: Ledger | str | Path | None,
-        plan: PrivacyPlan,
+        plan: Plan,
         *,
         config: Mapping[str, Any],
         delta: float | None,
@@ -131,7 +131,7 @@ class Session:
     def spent(self) -> float:
         """Epsilon of the steps that the ledger counts for this run so far; for the progress bar, on rank 0 only."""
         run = self._ledger.runs[self.run_id]
-        return epsilon_of([self.plan.count(run.spent)], self.delta, "pld")
+        return epsilon_of([self.plan.count(run.spent)], self.delta, self.plan.accountants[0])
 
     def write_statement(self, remarks: Sequence[str] = ()) -> dict[str, Any]:
         """Put the statement of this moment beside the checkpoint."""
@@ -168,12 +168,12 @@ def check_head(ledger: Ledger, run_id: str, about: Mapping[str, Any]) -> None:
         raise CheckpointCorrupt(f"The checkpoint claims step={step!r}, but names no record of the ledger.")
 
 
-def _open_ledger(path: str | Path | None, folder: RunFolder, plan: PrivacyPlan) -> Ledger:
+def _open_ledger(path: str | Path | None, folder: RunFolder, plan: Plan) -> Ledger:
     begun = folder.config.exists()
     return Ledger.open(path or folder.ledger, unit=plan.unit, create=not begun)
 
 
-def _delta_of(folder: RunFolder, plan: PrivacyPlan) -> float:
+def _delta_of(folder: RunFolder, plan: Plan) -> float:
     """What the run that lies there began with; else the plan's own delta, or the default."""
     found = read_json(folder.config).get("delta") if folder.config.exists() else None
     return found if type(found) is float and 0 < found < 1 else plan.delta or default_delta(plan)

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfsilver._core.averaging import Average
+from halfsilver._core.checkpoint import from_json, optimizer_parts, restore_optimizer, to_json, under
 from halfsilver._core.sharded import full_on_lead, shard_of
 from halfsilver._core.tensors import Tensors, trainable
 from halfsilver.errors import CheckpointCorrupt
 from halfsilver.mirror import MirrorMap, State
-from halfsilver.runs.checkpoint import from_json, optimizer_parts, restore_optimizer, to_json, under
 
 Parts = tuple[dict[str, Tensor], dict[str, Any]]
 

@@ -11,16 +11,24 @@ from typing import Any
 
 from torch import Tensor
 
+from halfsilver._core import checkpoint
 from halfsilver.errors import CheckpointCorrupt, LedgerCorrupt
-from halfsilver.privacy.accounting import Accountant, epsilon_of, total_accountant
+from halfsilver.privacy.accounting import Accountant, total_accountant
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.ledger.ledger import Run
 from halfsilver.privacy.ledger.moments import Lost, Moment, moments
-from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import checkpoint
+from halfsilver.privacy.selection import Plan, plan_from_dict
 from halfsilver.runs.folder import UNSAFE, RunFolder, config_digest, json_text, read_json
 from halfsilver.runs.session import check_head
-from halfsilver.runs.statement import STATEMENT_VERSION, diverged, make_statement, stamps, total_now, total_of
+from halfsilver.runs.statement import (
+    STATEMENT_VERSION,
+    diverged,
+    make_statement,
+    spent_by,
+    stamps,
+    total_now,
+    total_of,
+)
 
 
 def verify(
@@ -38,7 +46,7 @@ def verify(
     folder = RunFolder(run_dir)
     config, found = _as_written(folder.config), _as_written(folder.statement)
     try:
-        plan = PrivacyPlan.from_dict(config["plan"])
+        plan = plan_from_dict(config["plan"])
         run_id, delta, recorded = str(config["run_id"]), float(config["delta"]), Path(config["ledger"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorrupt(f"{folder.config} lacks a valid plan, run_id, delta or ledger: {error!r}.") from error
@@ -97,7 +105,7 @@ def _as_written(path: Path) -> dict[str, Any]:
     return value
 
 
-def _registered(ledger: Ledger, run_id: str, plan: PrivacyPlan) -> Run:
+def _registered(ledger: Ledger, run_id: str, plan: Plan) -> Run:
     run = ledger.runs.get(run_id)
     if run is None:
         raise LedgerCorrupt(f"{ledger.path} does not know run {run_id!r}: it is not this run's ledger.")
@@ -169,29 +177,40 @@ class _Past:
 
     def own(self) -> dict[str, Any]:
         """What this run itself had spent."""
-        return {"steps": self.steps, "epsilon_pld": epsilon_of([self.run.plan.count(self.steps)], self.delta, "pld")}
+        return spent_by(self.run.plan, self.steps, self.delta)
 
     def held(self, total: Any) -> bool:
         """Whether the ledger held just this at one of the moments."""
         if not isinstance(total, dict) or type(total.get("runs")) is not int:
             return False
-        by = total.get("accountant")
-        alike = [m for m in self.moments if m.runs == total["runs"] and total_accountant(m.counts) == by]
+        by, external = total.get("accountant"), _entries(total)
+        same = (m for m in self.moments if (m.runs, m.external) == (total["runs"], external))
+        alike = [m for m in same if total_accountant(m.counts) == by]
         if alike and _between(total, self.total(alike[0]), self.total(alike[-1])):
             return True
         return self.lost is not None and self._may_have_held(total, self.lost, self.moments[0])
 
     def _may_have_held(self, total: Mapping[str, Any], lost: Lost, then: Moment) -> bool:
         """The same for moments that were summed up, between what was certainly there and the summary."""
+        external = _entries(total)
+        if external > then.external:
+            return False
+        then = then._replace(external=external)
         for by in sorted({total_accountant(lost.counts), total_accountant(then.counts)}):
-            least = self.total(Moment(len(lost.runs), lost.counts), by)
+            least = self.total(Moment(len(lost.runs), lost.counts, external), by)
             least["unsafe_runs"] = sum(name.startswith(UNSAFE) for name in lost.runs)
             if _between(total, least, self.total(then, by)):
                 return True
         return False
 
     def total(self, moment: Moment, by: Accountant | None = None) -> dict[str, Any]:
-        return total_of(self.ledger, moment.counts, moment.runs, self.delta, self.version, by)
+        return total_of(self.ledger, moment.counts, moment.runs, self.delta, self.version, by, external=moment.external)
+
+
+def _entries(total: Mapping[str, Any]) -> int:
+    """How many entries of what was spent elsewhere a total names."""
+    found = total.get("external", [])
+    return len(found) if isinstance(found, list) else -1
 
 
 def _between(total: Mapping[str, Any], least: Mapping[str, Any], most: Mapping[str, Any]) -> bool:
@@ -200,6 +219,16 @@ def _between(total: Mapping[str, Any], least: Mapping[str, Any], most: Mapping[s
     if total.keys() != most.keys() or not _same({**total, **amounts}, dict(most)):
         return False
     return all(
-        type(total[name]) is type(value) and least[name] * (1 - 1e-9) <= total[name] <= value * (1 + 1e-9)
+        _is_amount(total[name], value)
+        and _amount(least[name]) * (1 - 1e-9) <= _amount(total[name]) <= _amount(value) * (1 + 1e-9)
         for name, value in amounts.items()
     )
+
+
+def _is_amount(found: Any, most: Any) -> bool:
+    """Of the same type, or finite where the most is not."""
+    return type(found) is type(most) or (most is None and type(found) is float)
+
+
+def _amount(value: float | None) -> float:
+    return math.inf if value is None else value

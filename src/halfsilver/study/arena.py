@@ -27,6 +27,7 @@ SEARCH: Mapping[str, SearchMode] = {"public": "public search", "paper": "paper s
 
 # Shares of the public rows in a public search; what is left stays the mirror.
 _PSEUDO_PRIVATE, _VALIDATION = 0.4, 0.2
+MIRROR_SHARE = 1 - _PSEUDO_PRIVATE - _VALIDATION
 _FEWEST_USERS = 5
 _FEWEST = 20  # public rows: enough for each part, and for a tenth of the mirror to be held out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,26 @@ import torch
 
 from halfsilver._core.tensors import trainable
 from halfsilver.errors import ConfigError, require
+from halfsilver.mirror.finish import FEWEST_ROWS
 from halfsilver.mirror.rows import PublicRows
-from halfsilver.study.arena import NO_VALIDATION, SearchMode
+from halfsilver.study.arena import MIRROR_SHARE, NO_VALIDATION, SearchMode
+from halfsilver.study.method import Method
 from halfsilver.study.problem import Problem, Recipe
 from halfsilver.study.start import new_model
 
 
-def require_usable(problem: Problem, recipe: Recipe, search: SearchMode) -> None:
-    """Find the likely mistakes before anything is trained."""
+def require_usable(
+    problem: Problem,
+    recipe: Recipe,
+    search: SearchMode,
+    methods: Iterable[Method] = (),
+    searched: Container[Method] = (),
+) -> None:
+    """Find the likely mistakes before anything is trained. `searched` are the methods whose settings are not given."""
+    for method in methods:
+        if method.finish is not None:
+            share = MIRROR_SHARE if search == "public search" and method in searched else 1.0
+            _require_held_out(method, problem, recipe, share)
     metrics = {"loss": problem.loss_fn, **problem.metrics}
     require(recipe.score in metrics, "score", recipe.score, f"to be one of {tuple(metrics)}")
     if search == "paper search" and problem.validation is None:
@@ -26,6 +38,16 @@ def require_usable(problem: Problem, recipe: Recipe, search: SearchMode) -> None
     for name, fn in metrics.items():
         shape = tuple(fn(model, PublicRows(problem.public).batch(rows, trainable(model)[0].device)).shape)
         require(shape == (len(rows),), f"shape of {name} on {len(rows)} rows", shape, "to be one value per example")
+
+
+def _require_held_out(method: Method, problem: Problem, recipe: Recipe, share: float) -> None:
+    """Before a private step is taken: too few rows would be found out only when the trained model is finished."""
+    if problem.public_users is not None:
+        raise ConfigError(f"The method {method.name} has a finish, which is for examples. Leave it out for users.")
+    rows = round(recipe.pretrain.holdout * round(share * len(PublicRows(problem.public))))
+    name = f"number of public rows that pretraining holds out for the method {method.name}"
+    advice = "A finish needs rows that the start has not seen: raise pretrain.holdout of the recipe."
+    require(rows >= FEWEST_ROWS, name, rows, f"at least {FEWEST_ROWS}", advice)
 
 
 def sizes(problem: Problem) -> dict[str, Any]:

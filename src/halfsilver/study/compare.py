@@ -13,12 +13,14 @@ from halfsilver._core.tensors import LossFn
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.study.arena import SEARCH
+from halfsilver.study.auto import advised_study
 from halfsilver.study.jobs import Tell
 from halfsilver.study.method import METHODS, Method, resolve
-from halfsilver.study.problem import Augment, Grid, Pretrain, Problem, Recipe
+from halfsilver.study.problem import Augment, Grid, Pretrain, Problem, Recipe, Setting
 from halfsilver.study.records import Summary
 from halfsilver.study.study import Request, Study, seeds_for
 
+_ANY_BATCH = 64  # of the recipe from which an advice takes the epochs, whatever its batch
 DEFAULT_GRID = Grid(cold=(0.25, 1.0, 4.0), warm=(0.1, 0.25, 1.0, 4.0), pda=(0.25, 1.0), alpha_end=(0.8, 0.9, 0.95))
 
 
@@ -61,7 +63,7 @@ def compare(
     recipe: Recipe | None = None,
     metrics: Mapping[str, LossFn] | None = None,
     seeds: int = 3,
-    methods: Sequence[Method | str] = METHODS,
+    methods: Sequence[Method | str] | Literal["auto"] = METHODS,
     search: Literal["public", "paper"] = "public",
     validation: Any = None,
     curve: Any = None,
@@ -87,13 +89,15 @@ def compare(
         delta: Delta of each private run, at most 1 / population.
         population: The number of private records that you declare. It is never counted.
         out: Folder of the study. A call with the same arguments resumes what it finds there.
-        batch_size: Expected records per step. Give it with `epochs`, or give a `recipe`.
+        batch_size: Expected records per step. Give it with `epochs`, or give a `recipe`. "auto" methods need none.
         epochs: How often a record is drawn on average. Give it with `batch_size`, or give a `recipe`.
         recipe: Everything about training, in place of `batch_size` and `epochs`.
         metrics: Further per-example figures by name, of the form of `loss_fn`. A name with "accuracy" means that more
             is better.
         seeds: Runs per method, at least 1. Intervals need at least 2.
-        methods: Names such as "warm" and "pda", or `Method` values (default: public, cold, warm and pda).
+        methods: Names such as "warm" and "pda", or `Method` values (default: public, cold, warm and pda). "auto" asks
+            `advise` for batch, clip norm, optimizer, learning rate and geometry, and trains public and advised; the
+            recipe gives pretraining and epochs, and nothing is searched.
         search: "public" splits the public rows into mirror, stand-ins for the private rows, and rows to score on.
             "paper" trains on private rows and scores on `validation`, as papers do; the summary then says so.
         validation: Training rows set aside for a paper search.
@@ -109,7 +113,10 @@ def compare(
         ConfigError: An argument is wrong, or the folder holds another study.
     """
     require(search in SEARCH, "search", search, f"in {tuple(SEARCH)}")
-    recipe = _recipe(recipe, batch_size, epochs)
+    auto = isinstance(methods, str)
+    require(not auto or methods == "auto", "methods", methods, "a sequence of methods, or 'auto'")
+    require(not auto or batch_size is None, "batch_size", batch_size, "None with methods='auto', which chooses it")
+    recipe = _recipe(recipe, _ANY_BATCH if auto and recipe is None else batch_size, epochs)
     PublicRows(public).warn_if_many(population)
     problem = Problem(
         make_model=make_model,
@@ -123,6 +130,10 @@ def compare(
         curve=curve,
         augment=augment,
     )
+    tell, settings = tell or (lambda text: None), dict[str, Setting]()
+    if auto:
+        advised = advised_study(problem, recipe, epsilon=epsilon, delta=delta, folder=Path(out), tell=tell)
+        recipe, methods, settings = advised.recipe, advised.methods, advised.settings
     arms = resolve(methods)
     request = Request(
         task="custom",
@@ -132,10 +143,11 @@ def compare(
         methods=arms,
         seeds=seeds_for(arms, seeds),
         search=SEARCH[search],
+        settings=settings,
     )
     data_ledger = None if ledger is None else Path(ledger)
     study = Study(folder=Path(out), request=request, source=lambda: problem, data_ledger=data_ledger)
-    return Comparison(Path(out), study.go(tell=tell or (lambda text: None)).to_json())
+    return Comparison(Path(out), study.go(tell=tell).to_json())
 
 
 def _recipe(recipe: Recipe | None, batch_size: int | None, epochs: float | None) -> Recipe:

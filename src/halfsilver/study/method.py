@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from halfsilver.errors import ConfigError, require
-from halfsilver.mirror import Bregman, Euclidean, FallBack, FirstOrder, Geometry, MirrorMap, Whitened, cosine
+from halfsilver.mirror import Bregman, Euclidean, FallBack, Finish, FirstOrder, Geometry, MirrorMap, Whitened, cosine
+from halfsilver.mirror.base import described
 from halfsilver.study.problem import Grid, Recipe, Setting
 
 Start = Literal["public", "random"]
@@ -71,10 +72,6 @@ class Conditions:
     recipe: Recipe
 
 
-class Finish(Protocol):
-    """A step after training. No implementation exists yet."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Method(Arm):
     """One arm of a study, and the whole of how it uses public data.
@@ -94,14 +91,18 @@ class Method(Arm):
         trains: Whether it takes private steps. A method that does not costs no epsilon and needs no search.
         description: A few words for the report.
         effect: Words for what the pair shows and for the baseline, as in ("the mirror", "a warm start without it").
-        geometry: Coordinates for the clip and the noise, made from public rows (default: those of the weights).
+        geometry: Coordinates for the clip and the noise, made from public rows (default: those of the weights). A
+            function of `Conditions` makes them depend on what the search tries, such as ``at.setting.damping``.
         mirror: The map that turns a released gradient into the optimizer's direction, after the noise. A function of
             `Conditions` makes the map depend on what the search tries, such as ``at.setting.alpha_end``.
-        finish: Reserved for a step after training. Must be None in this version.
+        finish: A last step on public rows that pretraining held out, such as `Finish()` (default: none). The mirror and
+            the geometry of the method do not see these rows.
         learning_rates: What the search tries, each above 0. By default those of the method that it is paired with, and
             without one those of `grid_row`.
         grid_row: The row of the recipe's grid with the learning rates. Only needed without `learning_rates`.
         searches_alpha: Whether the search also tries each `alpha_end` of the recipe's grid.
+        dampings: Values of the geometry's damping that the search tries, each above 0. It goes on beyond the best of
+            them by factors of 10 (default: none, for a method whose damping is fixed).
 
     Raises:
         ConfigError: If a value is outside its range.
@@ -111,12 +112,13 @@ class Method(Arm):
         registered method "pda" and its baselines.
     """
 
-    geometry: Geometry | None = None
+    geometry: Geometry | Callable[[Conditions], Geometry] | None = None
     mirror: MirrorMap | Callable[[Conditions], MirrorMap] = _PLAIN
     finish: Finish | None = None
     learning_rates: tuple[float, ...] = ()
     grid_row: GridRow | None = None
     searches_alpha: bool = False
+    dampings: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         wanted = "letters, digits, '-' and '_', at most 40 of them"
@@ -124,12 +126,14 @@ class Method(Arm):
         require(self.name != BEST_PRIVATE, "name", self.name, "another name: the verdict uses it for the best method")
         require(self.start in ("public", "random"), "start", self.start, "in ('public', 'random')")
         require(self.against != self.name, "against", self.against, "the name of another method, or None")
-        made = self.geometry is None or isinstance(self.geometry, Geometry)
-        require(made, "geometry", self.geometry, "to be a geometry such as Whitened(), or None")
-        require(self.finish is None, "finish", self.finish, "None, because no finish is implemented yet")
+        shapes = self.geometry is None or isinstance(self.geometry, Geometry) or callable(self.geometry)
+        require(shapes, "geometry", self.geometry, "to be a geometry such as Whitened(), or None")
+        ends = self.finish is None or isinstance(self.finish, Finish)
+        require(ends, "finish", self.finish, "to be a last step such as Finish(), or None")
         usable = not isinstance(self.mirror, type) and (self._is_map or callable(self.mirror))
         require(usable, "mirror", self.mirror, "to be a map such as FirstOrder(0.9), or a function that returns one")
         require(all(rate > 0 for rate in self.learning_rates), "learning_rates", self.learning_rates, "each above 0")
+        require(all(damping > 0 for damping in self.dampings), "dampings", self.dampings, "each above 0")
 
     @property
     def _is_map(self) -> bool:
@@ -150,6 +154,16 @@ class Method(Arm):
             return cast(MirrorMap, self.mirror)
         return cast(Callable[[Conditions], MirrorMap], self.mirror)(conditions)
 
+    def geometry_at(self, conditions: Conditions) -> Geometry | None:
+        """The geometry of a run.
+
+        Args:
+            conditions: Setting and recipe of the run.
+        """
+        if self.geometry is None or isinstance(self.geometry, Geometry):
+            return self.geometry
+        return self.geometry(conditions)
+
     def rates_in(self, grid: Grid) -> tuple[float, ...]:
         """The learning rates that a search tries.
 
@@ -165,8 +179,9 @@ class Method(Arm):
         Args:
             grid: The recipe's grid.
         """
-        ends = grid.alpha_end if self.searches_alpha else ()
-        return [Setting(lr, end) for end in ends or (None,) for lr in self.rates_in(grid)]
+        ends = (grid.alpha_end if self.searches_alpha else ()) or (None,)
+        dampings = self.dampings or (None,)
+        return [Setting(lr, end, damping) for damping in dampings for end in ends for lr in self.rates_in(grid)]
 
     def middle_of(self, grid: Grid, lr: float | None = None, alpha_end: float | None = None) -> Setting:
         """The setting of a run without a search: what is given, and for the rest the middle of the grid.
@@ -178,9 +193,10 @@ class Method(Arm):
         """
         rates = self.rates_in(grid)
         lr = rates[len(rates) // 2] if lr is None else lr
+        damping = self.dampings[len(self.dampings) // 2] if self.dampings else None
         if not self.searches_alpha:
-            return Setting(lr)
-        return Setting(lr, grid.middle_end if alpha_end is None else alpha_end)
+            return Setting(lr, damping=damping)
+        return Setting(lr, grid.middle_end if alpha_end is None else alpha_end, damping)
 
     def to_json(self, recipe: Recipe) -> dict[str, Any]:
         """What study.json holds of it, so that a resumed study notices another mirror under the same name.
@@ -188,7 +204,8 @@ class Method(Arm):
         Args:
             recipe: The recipe of the study.
         """
-        mirror = described(self.mirror_at(Conditions(setting=self.middle_of(recipe.grid), recipe=recipe)))
+        middle = Conditions(setting=self.middle_of(recipe.grid), recipe=recipe)
+        mirror, geometry = described(self.mirror_at(middle)), self.geometry_at(middle)
         return {
             "start": self.start,
             "against": self.against,
@@ -198,13 +215,10 @@ class Method(Arm):
             "mirror": mirror,
             "learning_rates": list(self.rates_in(recipe.grid)),
             "searches_alpha": self.searches_alpha,
-            **({} if self.geometry is None else {"geometry": repr(self.geometry)}),
+            **({} if geometry is None else {"geometry": repr(geometry)}),
+            **({"dampings": list(self.dampings)} if self.dampings else {}),
+            **({} if self.finish is None else {"finish": repr(self.finish)}),
         }
-
-
-def described(mirror: MirrorMap) -> str:
-    """A map in words that do not differ from process to process, as in the config.json of a run."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(mirror))
 
 
 def _pda_mirror(at: Conditions) -> MirrorMap:
@@ -221,6 +235,11 @@ def _guarded_mirror(at: Conditions) -> MirrorMap:
     if not isinstance(mirror, FirstOrder):
         raise ConfigError("Expected a recipe without damping for guarded: FallBack guards the first-order mirror only.")
     return FallBack(mirror)
+
+
+def _whitened(at: Conditions) -> Geometry:
+    damping = at.setting.damping
+    return Whitened() if damping is None else Whitened(damping=damping)
 
 
 PUBLIC = Method(name="public", trains=False, description="trained on public data only")
@@ -252,15 +271,25 @@ GUARDED = Method(
 )
 WHITENED = Method(
     name="whitened",
-    geometry=Whitened(),
+    geometry=_whitened,
+    dampings=(1.0,),
     grid_row="warm",
     against="warm",
     description="warm, clipped and noised in coordinates from public rows",
     effect=("the geometry", "a warm start without it"),
 )
 
+FINISHED = Method(
+    name="finished",
+    finish=Finish(),
+    grid_row="warm",
+    against="warm",
+    description="warm, with a temperature from held-out public rows",
+    effect=("the finish", "a warm start without it"),
+)
+
 METHODS = (PUBLIC, COLD, WARM, PDA)  # those of a study that names none; study.json says no more of them than the name
-REGISTERED: Mapping[str, Method] = {method.name: method for method in (*METHODS, GUARDED, WHITENED)}
+REGISTERED: Mapping[str, Method] = {method.name: method for method in (*METHODS, GUARDED, WHITENED, FINISHED)}
 NAMES = tuple(method.name for method in METHODS)
 
 

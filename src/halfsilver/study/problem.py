@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from halfsilver._core.local_training import LocalTraining
@@ -35,7 +36,9 @@ class Problem:
     declared number of private records: a public constant, never counted by the library. `validation` holds training
     records that are set aside for a search as papers do it; nothing else may touch them. `curve` are the test rows on
     which curves are drawn (all of them by default). `augment` changes a public batch at random, by torch's global
-    generator. `about` says in JSON where the data come from and how they were split; its "stamps" are shown to readers.
+    generator. `confidence` is the largest probability of each row; with a metric "accuracy" the study then reports the
+    calibration error. `about` says in JSON where the data come from and how they were split; its "stamps" are shown to
+    readers.
 
     Where `private` is a `PrivateUsers` handle, users train themselves, the population is counted in users, and
     `public_users` are the public rows again, user by user.
@@ -51,6 +54,7 @@ class Problem:
     validation: Any = None
     curve: Any = None
     augment: Augment | None = None
+    confidence: LossFn | None = None
     public_users: Sequence[Batch] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -137,6 +141,9 @@ class Recipe:
         damping: Replaces the first-order mirror step by the exact one of a convex public loss, `Bregman(damping=...)`.
         average: Decay of an exponential average of the iterates, or None.
         lr_end: Share of the learning rate that is left at the end of a cosine, in [0, 1].
+        optimizer: The class in torch.optim that takes the steps, such as "AdamW" (default: "SGD"). Whatever it does
+            with released gradients costs no privacy.
+        momentum: Its `momentum`, in [0, 1), for classes that have one (default: their own).
         search_share: Length of a search run as a share of a whole run, in (0, 1].
         score: The metric that chooses settings: "loss", or the name of one of the problem's metrics.
         spare: Share of steps kept in hand for those that a kill loses, in [0, 1]. They are paid for in noise.
@@ -165,6 +172,8 @@ class Recipe:
     damping: float | None = None
     average: float | None = None
     lr_end: float = 1.0
+    optimizer: str | None = None
+    momentum: float | None = None
     search_share: float = 0.2
     score: str = "loss"
     spare: float = 0.02
@@ -183,6 +192,10 @@ class Recipe:
         require(0 < self.search_share <= 1, "search_share", self.search_share, "in (0, 1]")
         require(0 <= self.lr_end <= 1, "lr_end", self.lr_end, "in [0, 1]")
         require(0 <= self.spare <= 1, "spare", self.spare, "in [0, 1]")
+        kind = getattr(torch.optim, self.optimizer or "SGD", None)
+        known = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        require(known, "optimizer", self.optimizer, "the name of a class in torch.optim, such as 'SGD' or 'AdamW'")
+        require(0 <= (self.momentum or 0.0) < 1, "momentum", self.momentum, "in [0, 1)")
         ends, wanted = self.grid.alpha_end, "one or more, or none with damping"
         require(bool(ends) == (self.damping is None), "alpha_end", ends, wanted)
         require(better(self.score) != 0, "score", self.score, "to be 'loss' or a metric such as 'accuracy'")
@@ -202,16 +215,23 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of the grid."""
+    """One point of the grid: learning rate, final alpha of the mirror, damping of the geometry."""
 
     lr: float
     alpha_end: float | None = None
+    damping: float | None = None
 
     @property
     def label(self) -> str:
         """A name for folders.
 
-        >>> Setting(0.5, 0.9).label
-        'lr=0.5,alpha=0.9'
+        >>> Setting(0.5, 0.9).label, Setting(0.5, damping=1.0).label
+        ('lr=0.5,alpha=0.9', 'lr=0.5,damping=1')
         """
-        return f"lr={self.lr:g}" if self.alpha_end is None else f"lr={self.lr:g},alpha={self.alpha_end:g}"
+        parts = {"lr": self.lr, "alpha": self.alpha_end, "damping": self.damping}
+        return ",".join(f"{name}={value:g}" for name, value in parts.items() if value is not None)
+
+    def to_json(self) -> dict[str, float | None]:
+        """As files hold it; without the damping where there is none, as before there was one."""
+        given = {"lr": self.lr, "alpha_end": self.alpha_end, "damping": self.damping}
+        return {name: value for name, value in given.items() if name != "damping" or value is not None}

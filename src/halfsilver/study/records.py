@@ -7,7 +7,7 @@ its default, and a part that this version does not know is kept in `more`. A com
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from halfsilver.study.method import Arm, arms_of
@@ -46,7 +46,7 @@ class Result:
         return cls(**present(cls, record, setting=_setting))
 
     def to_json(self) -> dict[str, Any]:
-        return _whole(self, setting=None if self.setting is None else asdict(self.setting))
+        return _whole(self, setting=None if self.setting is None else self.setting.to_json())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Trial:
         return cls(setting=setting, figures={name: value for name, value in record.items() if name != "setting"})
 
     def to_json(self) -> dict[str, Any]:
-        return {"setting": asdict(self.setting), **self.figures}
+        return {"setting": self.setting.to_json(), **self.figures}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +95,8 @@ class Choice:
     def to_json(self) -> dict[str, Any]:
         whole = _whole(
             self,
-            setting=None if self.setting is None else asdict(self.setting),
-            runner_up=None if self.runner_up is None else asdict(self.runner_up),
+            setting=None if self.setting is None else self.setting.to_json(),
+            runner_up=None if self.runner_up is None else self.runner_up.to_json(),
             tried=[trial.to_json() for trial in self.tried],
         )
         compared = ("runner_up", "difference", "standard_error")

@@ -13,17 +13,18 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from halfsilver._core import system
+from halfsilver._core import checkpoint, system
 from halfsilver._core.tensors import eval_mode, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.mirror import Clock, MirrorMap, chain, clip_released, cosine
+from halfsilver.mirror.pretrain import held_out_rows
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.schedules import falling
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.runs import checkpoint
 from halfsilver.runs.folder import RunFolder, read_json, write_json
-from halfsilver.study.arena import Arena
+from halfsilver.study.arena import Arena, rows_at
+from halfsilver.study.calibration import calibration_error
 from halfsilver.study.method import Conditions, Method
 from halfsilver.study.problem import Problem, Recipe, Setting
 from halfsilver.study.records import Result
@@ -65,10 +66,8 @@ def run(
     if _hopeless(job, arena):
         RunFolder(job.folder).clear()  # the ledger keeps what it spent
     started = time.monotonic()
-    problem = arena.problem
-    model = new_model(problem, job.seed)
-    if job.method.start == "public":
-        load_start(model, job.start)
+    problem, held_out = without_held_out(arena.problem, recipe, job)
+    model = _start(problem, job)
     trainer = make_trainer(model, problem, recipe, job, arena.plan)
     trainer.progress, trainer.unsafe_seed = progress, job.unsafe_seed
     curve_rows = problem.test if problem.curve is None else problem.curve
@@ -83,12 +82,38 @@ def run(
             test=curve_rows if curve_points else None,
             test_every=max(1, arena.plan.steps // max(1, curve_points)),
         )
-    final = _score(job, model, problem)
+    final = _score(job, _finished(job, model, problem, held_out), problem)
     lines = outcome.history if outcome else [{"step": 0, **trainer.evaluate(curve_rows)}]
     curve = _curve(lines) if curve_points else []
     result = _public_result(job) if outcome is None else _private_result(job, arena.plan, outcome)
     result = replace(result, final=final, curve=curve, seconds=time.monotonic() - started)
     write_json(job.result, result.to_json())
+
+
+def _start(problem: Problem, job: Job) -> nn.Module:
+    model = new_model(problem, job.seed)
+    if job.method.start == "public":
+        load_start(model, job.start)
+    return model
+
+
+def without_held_out(problem: Problem, recipe: Recipe, job: Job) -> tuple[Problem, Any]:
+    """For a method with a finish, the problem without the public rows that pretraining held out, and these rows."""
+    if job.method.finish is None:
+        return problem, None
+    train, held_out = held_out_rows(len(PublicRows(problem.public)), recipe.pretrain.holdout, job.seed)
+    return replace(problem, public=rows_at(problem.public, train)), rows_at(problem.public, held_out)
+
+
+def _finished(job: Job, model: nn.Module, problem: Problem, held_out: Any) -> nn.Module:
+    """The model after the method's last step; what that did goes to a file."""
+    if job.method.finish is None:
+        return model
+    done = job.method.finish.fit(model, problem.loss_fn, held_out, start=_start(problem, job))
+    names = ("share", "joined", "temperature", "loss_before", "loss_after", "rows")
+    system.make_folder(job.folder.resolve())
+    write_json(job.folder / "finish.json", {name: getattr(done, name) for name in names})
+    return done.model
 
 
 def _require_same(job: Job, plan: PrivacyPlan) -> None:
@@ -127,18 +152,20 @@ def _hopeless(job: Job, arena: Arena) -> bool:
 
 def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Job, plan: PrivacyPlan) -> Trainer:
     """The methods differ in their mirror, and in where they start."""
-    sgd = torch.optim.SGD(trainable(model), lr=job.setting.lr)
+    kind: Any = getattr(torch.optim, recipe.optimizer or "SGD")
+    momentum = {} if recipe.momentum is None else {"momentum": recipe.momentum}
+    optimizer = kind(trainable(model), lr=job.setting.lr, **momentum)
     steps = plan.steps
     return Trainer(
         model,
         problem.loss_fn,
-        optimizer=sgd,
+        optimizer=optimizer,
         plan=plan,
         mirror=mirror_of(recipe, job, plan),
-        geometry=job.method.geometry,
+        geometry=job.method.geometry_at(Conditions(setting=job.setting, recipe=recipe)),
         public_loss_fn=public_loss_fn(problem, recipe),
         public_batch_size=recipe.public_batch_size,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: falling(step / steps, recipe.lr_end)),
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: falling(step / steps, recipe.lr_end)),
         average=recipe.average,
         metrics=problem.metrics,
         performance=precision(recipe),
@@ -159,7 +186,14 @@ def _score(job: Job, model: nn.Module, problem: Problem) -> dict[str, float | No
     job.folder.mkdir(parents=True, exist_ok=True)
     # Of public or set-aside rows: what a choice between settings is paired over.
     system.write_atomically(job.folder / "scored.safetensors", save({name: v.float() for name, v in values.items()}))
-    return {name: _mean(v) for name, v in values.items()}
+    final = {name: _mean(v) for name, v in values.items()}
+    if problem.confidence is None or "accuracy" not in values:
+        return final
+    sure = per_example(model, problem.confidence, problem.test)
+    return {
+        **final,
+        "calibration error": calibration_error(sure, values["accuracy"]) if bool(sure.isfinite().all()) else None,
+    }
 
 
 def _public_result(job: Job) -> Result:
@@ -196,7 +230,7 @@ def _mean(values: Tensor) -> float | None:
 @torch.no_grad()
 def per_example(model: nn.Module, fn: Any, data: Any) -> Tensor:
     """One value for each public row, in eval mode."""
-    rows, device = PublicRows(data), trainable(model)[0].device
+    rows, device = PublicRows(data), next(model.parameters()).device
     pieces = (slice(i, i + _ROWS_AT_ONCE) for i in range(0, len(rows), _ROWS_AT_ONCE))
     with eval_mode(model):
         return torch.cat([fn(model, rows.batch(piece, device)).cpu() for piece in pieces])

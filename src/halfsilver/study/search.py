@@ -16,6 +16,7 @@ from halfsilver.study.problem import Grid, Setting, better
 from halfsilver.study.records import Choice, Result, Trial
 
 _WIDENED_AT_MOST = 2  # times, and for each method
+_DAMPING_STEP = 10  # large, because results change slowly with the damping
 
 
 def settings_wanted(grid: Grid, method: Method, costs: Mapping[Setting, float], widen: bool) -> list[Setting]:
@@ -35,16 +36,23 @@ def settings_wanted(grid: Grid, method: Method, costs: Mapping[Setting, float], 
 
 
 def neighbours(point: Setting, among: Sequence[Setting]) -> list[Setting]:
-    """The next learning rate, and the next alpha end, beyond an edge of `among` on which `point` lies.
+    """The next learning rate, alpha end and damping beyond an edge of `among` on which `point` lies.
 
-    >>> neighbours(Setting(2.0), [Setting(0.5), Setting(1.0), Setting(2.0)])
-    [Setting(lr=4.0, alpha_end=None)]
+    >>> [s.lr for s in neighbours(Setting(2.0), [Setting(0.5), Setting(1.0), Setting(2.0)])]
+    [4.0]
     >>> neighbours(Setting(1.0), [Setting(0.5), Setting(1.0), Setting(2.0)])
     []
+    >>> [s.damping for s in neighbours(Setting(1.0, damping=1.0), [Setting(r, damping=1.0) for r in (0.5, 1.0, 2.0)])]
+    [0.1, 10.0]
     """
-    rates = [Setting(lr, point.alpha_end) for lr in _beyond_rates(point.lr, sorted({s.lr for s in among}))]
-    ends = sorted({s.alpha_end for s in among if s.alpha_end is not None})
-    return rates + [Setting(point.lr, end) for end in _beyond_ends(point.alpha_end, ends)]
+    rates = _beyond_rates(point.lr, sorted({s.lr for s in among}))
+    ends = _beyond_ends(point.alpha_end, sorted({s.alpha_end for s in among if s.alpha_end is not None}))
+    dampings = _beyond_dampings(point.damping, sorted({s.damping for s in among if s.damping is not None}))
+    return [
+        *(replace(point, lr=lr) for lr in rates),
+        *(replace(point, alpha_end=end) for end in ends),
+        *(replace(point, damping=damping) for damping in dampings),
+    ]
 
 
 def _beyond_rates(rate: float, rates: Sequence[float]) -> list[float]:
@@ -58,6 +66,12 @@ def _beyond_ends(end: float | None, ends: Sequence[float]) -> list[float]:
     below = [max(0.0, 1 - 2 * (1 - end))] if end is not None and end == ends[0] and end > 0 else []
     above = [1 - (1 - end) / 2] if end is not None and end == ends[-1] else []
     return [_rounded(e) for e in below + above if e != end]
+
+
+def _beyond_dampings(damping: float | None, dampings: Sequence[float]) -> list[float]:
+    below = [damping / _DAMPING_STEP] if damping is not None and damping == dampings[0] else []
+    above = [damping * _DAMPING_STEP] if damping is not None and damping == dampings[-1] else []
+    return [_rounded(d) for d in below + above]
 
 
 def _rounded(value: float) -> float:

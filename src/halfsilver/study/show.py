@@ -52,8 +52,9 @@ def choice_text(choice: Choice) -> str:
     if setting is None:
         return "no setting"
     alpha = "" if setting.alpha_end is None else f", alpha end {setting.alpha_end:g}"
+    damping = "" if setting.damping is None else f", damping {setting.damping:g}"
     edge = ", still at the edge of the grid" if choice.at_edge else ""
-    chosen = f"learning rate {setting.lr:g}{alpha}{edge}"
+    chosen = f"learning rate {setting.lr:g}{alpha}{damping}{edge}"
     if choice.difference is None or choice.standard_error is None:
         return chosen
     error = f"paired standard error {choice.standard_error:.4f}"

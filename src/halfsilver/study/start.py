@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfsilver._core import checkpoint
 from halfsilver._core.random import own_randomness
 from halfsilver._core.tensors import trainable
 from halfsilver.errors import ConfigError
 from halfsilver.mirror import pretrain
 from halfsilver.privacy.gradients import Performance
-from halfsilver.runs import checkpoint
 from halfsilver.study.problem import Problem, Recipe
 
 

@@ -79,7 +79,7 @@ class Request:
             "search": self.search,
             "quick": self.quick,
             "options": dict(self.options),
-            "settings": {name: asdict(setting) for name, setting in self.settings.items()},
+            "settings": {name: setting.to_json() for name, setting in self.settings.items()},
         }
         return dict(json.loads(json.dumps(fixed)))
 
@@ -143,7 +143,7 @@ class Study:
             require_same({f"method {name}": arm for name, arm in before.arms.items()}, same_arms, self.folder)
             record = replace(before, seeds=request.seeds, methods=names, arms=arms)
         else:
-            require_usable(problem, request.recipe, request.search)
+            require_usable(problem, request.recipe, request.search, request.arms, request.searched)
             plan = make_plan(request.recipe, problem.population, request.epsilon, request.delta)
             record = StudyRecord(
                 schema_version=SCHEMA_VERSION,

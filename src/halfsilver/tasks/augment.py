@@ -38,8 +38,14 @@ def _near(centre: Tensor, length: int, size: int) -> Tensor:
     return (torch.arange(length, device=centre.device) - centre + 0.5).abs() < size / 2
 
 
-def mixed(images: Tensor, labels: Tensor, classes: int, concentration: float) -> tuple[Tensor, Tensor]:
-    """Each image blended with its opposite in the batch, and labels as probabilities in the same shares (mixup)."""
+def mixed(
+    images: Tensor, labels: Tensor, classes: int, concentration: float, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Each image blended with its opposite in the batch, and labels as probabilities in the same shares (mixup).
+
+    A share `smoothing` of each label is spread evenly over all classes (label smoothing).
+    """
     share = float(torch.distributions.Beta(concentration, concentration).sample())
     sure = functional.one_hot(labels, classes).to(images.dtype)
+    sure = (1 - smoothing) * sure + smoothing / classes if smoothing else sure
     return share * images + (1 - share) * images.flip(0), share * sure + (1 - share) * sure.flip(0)

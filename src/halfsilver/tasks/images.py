@@ -41,6 +41,15 @@ def image_accuracy(scale: Scale) -> LossFn:
     return accuracy
 
 
+def image_confidence(scale: Scale) -> LossFn:
+    """The largest probability of each example."""
+
+    def confidence(model: Any, batch: Batch) -> Tensor:
+        return model(scale(batch[0])).softmax(1).amax(1)  # type: ignore[no-any-return]
+
+    return confidence
+
+
 def image_problem(
     train: Rows, test: Rows, split: Split, *, data: str, scale: Scale, pixels: str, **own: Any
 ) -> Problem:
@@ -54,6 +63,7 @@ def image_problem(
     return Problem(
         loss_fn=image_loss(scale),
         metrics={"accuracy": image_accuracy(scale)},
+        confidence=image_confidence(scale),
         private=take(train, parts.private),
         public=take(train, parts.public),
         validation=take(train, parts.validation) if split.validation else None,

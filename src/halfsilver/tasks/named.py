@@ -9,10 +9,12 @@ from typing import Any
 
 from halfsilver.errors import ConfigError, require
 from halfsilver.runs.folder import read_json
+from halfsilver.study.advice import Advice
 from halfsilver.study.arena import SEARCH, Arena, make_plan
+from halfsilver.study.auto import advise_problem, advised_study
 from halfsilver.study.jobs import Tell
 from halfsilver.study.method import METHODS, Method, registered, resolve
-from halfsilver.study.problem import Grid, Recipe
+from halfsilver.study.problem import Grid, Recipe, Setting
 from halfsilver.study.run import CURVE_POINTS, Job, run
 from halfsilver.study.start import make_start
 from halfsilver.study.study import Request, Study, seeds_for
@@ -37,26 +39,35 @@ def study_of_task(
     search: str = "public",
     quick: bool = False,
     out: Path | None = None,
+    tell: Tell = lambda text: None,
 ) -> Study:
-    """The study of a task as the command line asks for it."""
+    """The study of a task as the command line asks for it; the method "auto" stands alone, and takes advice first."""
     require(search in SEARCH, "search", search, f"in {tuple(SEARCH)}")
     training, more = _recipe(task, recipe, quick)
     epsilon = _epsilon(training, epsilon, more)
     options = _options(training, more, set_aside=search == "paper")
     name = f"{task}-eps{epsilon:g}-{recipe}{'-quick' if quick else ''}" if epsilon else f"{task}-{recipe}"
+    folder, opened = out or Path("studies") / name, TaskSource.of(task, data, options)
+    own_delta, settings = _delta(delta, more), dict[str, Setting]()
+    if list(methods) == ["auto"]:
+        if epsilon is None:
+            raise ConfigError(f"Expected epsilon to be given: the recipe {recipe!r} of {task} fixes the noise instead.")
+        advised = advised_study(opened(), training, epsilon=epsilon, delta=own_delta, folder=folder, tell=tell)
+        training, methods, settings = advised.recipe, advised.methods, advised.settings
     arms = resolve(methods)
     request = Request(
         task=task,
         recipe=training,
         epsilon=epsilon,
-        delta=_delta(delta, more),
+        delta=own_delta,
         methods=arms,
         seeds=seeds_for(arms, seeds, cold_seeds),
         search=SEARCH[search],
         quick=quick,
         options=options,
+        settings=settings,
     )
-    return Study(folder=out or Path("studies") / name, request=request, source=TaskSource.of(task, data, options))
+    return Study(folder=folder, request=request, source=opened)
 
 
 def run_of_task(
@@ -101,6 +112,19 @@ def run_of_task(
     points = QUICK_POINTS if quick else CURVE_POINTS
     run(Arena(problem=problem, plan=plan, spends=True), recipe, job, curve_points=points, progress=None)
     return {**read_json(job.result), "quick": quick, "folder": str(folder)}
+
+
+def advice_for_task(
+    task: str, *, data: Path, recipe: str, epsilon: float | None, delta: float | None, out: Path, tell: Tell
+) -> Advice:
+    """Advice for a task at the number of epochs and with the pretraining of its recipe; the start is kept in `out`."""
+    training, more = _recipe(task, recipe, quick=False)
+    budget = _epsilon(training, epsilon, more)
+    if budget is None:
+        raise ConfigError(f"Expected epsilon to be given: the recipe {recipe!r} of {task} fixes the noise instead.")
+    problem = TaskSource.of(task, data, _options(training, more, set_aside=False))()
+    start = out / "start" / "seed-0.safetensors"
+    return advise_problem(problem, training, epsilon=budget, delta=_delta(delta, more), start=start, tell=tell)
 
 
 def quick_recipe(recipe: Recipe) -> Recipe:

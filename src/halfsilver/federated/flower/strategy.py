@@ -179,7 +179,13 @@ class MirrorStrategy(Strategy):
         """
         asked = self._opened(server_round)
         self._gate = Gate(trainable(asked.model), self.settings.reply_bytes, self.refused)
-        nodes, self._fixed = self._online(grid), self._fixed or fixed_part(asked.model)
+        nodes, fixed = self._online(grid), fixed_part(asked.model)
+        if self._fixed not in ("", fixed):
+            raise ConfigError(
+                "Expected frozen weights and buffers to stay as they were, because nodes hold their own. Leave out "
+                "refresh of a geometry."
+            )
+        self._fixed = fixed
         task = {**config, "step": asked.step, "clip": asked.max_grad_norm, "fixed": self._fixed}
         messages = [
             self._request(nodes[member.fingerprint], users, arrays, task)

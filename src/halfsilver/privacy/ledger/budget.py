@@ -9,8 +9,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from halfsilver.errors import require
-from halfsilver.privacy.accounting import MechanismCount, epsilon_of, merged, rdp_at
-from halfsilver.privacy.ledger.history import History, Mechanism, Run
+from halfsilver.privacy.accounting import (
+    Count,
+    MechanismCount,
+    PairCount,
+    epsilon_of,
+    mechanisms,
+    merged,
+    rdp_at,
+    total_accountant,
+)
+from halfsilver.privacy.ledger.history import History, Mechanism, Pair, Run
 
 # The whole ones among those of which dp-accounting takes the best, so that `Ledger.spent` never reads more than what
 # counts against the budget. Never change them: a ledger finds its order again by going through them.
@@ -61,8 +70,16 @@ class Rule:
     2. *Shared*, otherwise. A history is admitted if it has one mechanism and fits by PLD at delta / 2 (set A, as in 1),
        or if it fits by RDP of one fixed order at delta / 2 (set B). Set B is a filter, because divergences of one order
        add up even if each mechanism is chosen after seeing outputs [1, 2]. The best order in hindsight is not covered.
-    3. Both sets contain the beginnings of what they contain, so every transcript lies in A or in B. For any event O,
+    3. A selection counts as one step, and "PLD" above is RDP of the best order for it. That too is a bound for a number
+       of steps of one mechanism that is fixed in advance.
+    4. Both sets contain the beginnings of what they contain, so every transcript lies in A or in B. For any event O,
        P[O] = P[O & A] + P[O - A] <= e^epsilon P'[O & A] + delta / 2 + e^epsilon P'[O - A] + delta / 2.
+    5. What was spent elsewhere and is known by its (epsilon, delta) alone (`prior`) is part of the rule if it was
+       recorded before the first step. Then it is fixed in advance. PLD composes its worst case [5] in 1 and A. In B,
+       its deltas come off delta / 2, and randomized response with its epsilons adds Renyi divergence of the fixed
+       order. Recorded later, it may depend on outputs, and so would the delta that is left for B. So one with a
+       delta above 0 ends the grants. One with delta 0 adds to B as any mechanism does, and so does a Gaussian one.
+       Nothing can refuse what was spent elsewhere, so it may itself exceed the budget; then no step is granted.
 
     References:
         - [1] Feldman and Zrnic 2021, Individual Privacy Accounting via a Renyi Filter, arXiv:2008.11193.
@@ -72,71 +89,96 @@ class Rule:
           arXiv:1605.08294, for the notions of filter and odometer.
         - [4] Whitehouse, Ramdas, Rogers and Wu 2023, Fully-Adaptive Composition in Differential Privacy,
           arXiv:2203.05481.
+        - [5] Kairouz, Oh and Viswanath 2017, The Composition Theorem for Differential Privacy, arXiv:1311.0776.
     """
 
     budget: Budget
     first: MechanismCount  # the whole plan of the run that takes the first step
+    prior: tuple[PairCount, ...] = ()
 
     @property
     def alone(self) -> bool:
-        return _needs_all_of_delta(self.first, self.budget)
+        return _needs_all_of_delta(self.first, self.budget, self.prior)
 
     @property
     def order(self) -> int:
-        return _best_order(self.first, self.budget)
+        return _best_order(self.first, self.budget, self.prior)
 
-    def epsilon(self, counts: Sequence[MechanismCount]) -> float:
+    def epsilon(self, counts: Sequence[Count]) -> float:
         """What counts against the budget's epsilon."""
-        delta = self.budget.delta if self.alone else self.budget.delta / 2
-        if len(merged(counts)) <= 1:
-            return epsilon_of(counts, delta, "pld")
+        delta, later = self.budget.delta if self.alone else self.budget.delta / 2, self._later(counts)
+        if any(pair.delta > 0 for pair in later):
+            return math.inf
+        if mechanisms(counts) <= 1 and not later:
+            return epsilon_of(counts, delta, total_accountant(counts))
         return math.inf if self.alone else epsilon_of(counts, delta, "rdp", order=self.order)
 
-    def fits(self, counts: Sequence[MechanismCount]) -> bool:
+    def _later(self, counts: Sequence[Count]) -> list[PairCount]:
+        """Pairs beyond those of the rule. What is in the rule stays counted, so only kinds and numbers differ."""
+        known = {(pair.epsilon, pair.delta): pair.count for pair in self.prior}
+        pairs = (c for c in merged(counts) if isinstance(c, PairCount))
+        return [pair for pair in pairs if pair.count > known.get((pair.epsilon, pair.delta), 0)]
+
+    def fits(self, counts: Sequence[Count]) -> bool:
         return self.epsilon(counts) <= self.budget.epsilon
 
-    def refusal(self, counts: Sequence[MechanismCount]) -> str:
+    def refusal(self, counts: Sequence[Count]) -> str:
         """Why these would be too many."""
-        if self.alone and len(merged(counts)) > 1:
+        later = self._later(counts)
+        if any(pair.delta > 0 for pair in later):
+            return "is not granted: an (epsilon, delta) that was spent elsewhere was recorded after the first step"
+        if self.alone and (later or mechanisms(counts) > 1):
             plan = f"noise_multiplier={self.first.noise_multiplier}, sampling_rate={self.first.sampling_rate}"
-            return f"is not granted: the first plan needed all of delta, so only steps with {plan} are"
-        by = "RDP (noise or rate differ)" if len(merged(counts)) > 1 else "PLD"
+            kind = f"selections of runs of {self.first.trials.steps} steps" if self.first.trials else "steps"
+            return f"is not granted: the first plan needed all of delta, so only {kind} with {plan} are"
+        several = later or mechanisms(counts) > 1
+        by = "RDP (noise or rate differ)" if several else total_accountant(counts).upper()
         share = "delta" if self.alone else "half of delta"
         return f"would make epsilon={self.epsilon(counts):.6g} in all, by {by} at {share}"
 
 
 @lru_cache(maxsize=64)
-def _needs_all_of_delta(plan: MechanismCount, budget: Budget) -> bool:
-    if epsilon_of([plan], budget.delta / 2, "pld") <= budget.epsilon:
+def _needs_all_of_delta(plan: MechanismCount, budget: Budget, prior: tuple[PairCount, ...] = ()) -> bool:
+    by = total_accountant([plan])
+    if epsilon_of([plan, *prior], budget.delta / 2, by) <= budget.epsilon:
         return False
-    return epsilon_of([plan], budget.delta, "pld") <= budget.epsilon
+    return epsilon_of([plan, *prior], budget.delta, by) <= budget.epsilon
 
 
 @lru_cache(maxsize=64)
-def _best_order(plan: MechanismCount, budget: Budget) -> int:
+def _best_order(plan: MechanismCount, budget: Budget, prior: tuple[PairCount, ...] = ()) -> int:
     """The order alpha at which most steps of this mechanism fit.
 
     With r(alpha) the Renyi divergence of one step, k steps fit at delta / 2 if
 
     k r(alpha) <= epsilon + log(alpha delta / 2) / (alpha - 1) - log(1 - 1 / alpha).
 
+    What was spent before takes its divergence from the right side, and its delta from delta / 2.
+
     References:
         - Canonne, Kamath and Steinke 2020, The Discrete Gaussian for Differential Privacy, arXiv:2004.00010,
           Proposition 12, for the conversion from RDP to (epsilon, delta).
     """
+    delta = budget.delta / 2 - sum(pair.delta * pair.count for pair in prior)
+    if delta <= 0:
+        return _ORDERS[0]  # whatever the order, nothing fits
 
     def room(order: int) -> float:
-        left = budget.epsilon + math.log(budget.delta / 2 * order) / (order - 1) - math.log1p(-1 / order)
+        left = budget.epsilon + math.log(delta * order) / (order - 1) - math.log1p(-1 / order)
+        left -= sum(pair.rdp(order) for pair in prior)
         divergence = rdp_at(plan, order)
         return left / divergence if divergence > 0 else math.inf
 
     return max(_ORDERS, key=room)
 
 
+_Others = tuple[frozenset[tuple[Mechanism, int]], frozenset[tuple[Pair, int]]]
+
+
 class _Ceiling(NamedTuple):
     """The most steps of one mechanism within the budget, while those of the others stay as they are."""
 
-    others: frozenset[tuple[Mechanism, int]]
+    others: _Others
     steps: int
     exact: bool  # False: no more were asked for, so there may be room above
 
@@ -161,7 +203,7 @@ class BudgetFilter:
             return wanted
         taken = history.totals[run.mechanism]
         ceiling = self._ceilings.get((rule, run.mechanism))
-        others = frozenset(item for item in history.totals.items() if item[0] != run.mechanism)
+        others = _others(history, run)
         full = ceiling is not None and taken + wanted > ceiling.steps
         if ceiling is None or ceiling.others != others or (full and not ceiling.exact):
             more = _room(history, run, rule)
@@ -176,7 +218,14 @@ class BudgetFilter:
         return rule.refusal([*history.counts(), run.plan.count(1)])
 
     def _rule(self, history: History, run: Run) -> Rule | None:
-        return Rule(self.budget, (history.first or run).plan.count()) if self.budget else None
+        first = history.first or run
+        return Rule(self.budget, first.plan.count(), history.prior_pairs()) if self.budget else None
+
+
+def _others(history: History, run: Run) -> _Others:
+    """All that is counted but the steps of this mechanism."""
+    steps = frozenset(item for item in history.totals.items() if item[0] != run.mechanism)
+    return steps, frozenset(history.pairs.items())
 
 
 def _room(history: History, run: Run, rule: Rule) -> int:

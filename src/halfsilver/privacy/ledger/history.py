@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 from halfsilver.errors import ConfigError, LedgerCorrupt
-from halfsilver.privacy.accounting import MechanismCount
+from halfsilver.privacy.accounting import Count, MechanismCount, PairCount, Trials, merged
 from halfsilver.privacy.ledger.records import GENESIS, Head, Record, check_fields, decode, line_of
-from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.selection import Plan, plan_from_dict
 
-Mechanism = tuple[float, float]  # noise multiplier, sampling rate
+Mechanism = tuple[float, ...]  # noise multiplier, sampling rate, and of a selection its `Trials`
+Pair = tuple[float, float]  # epsilon, delta
 
 WAY_OUT = (
     "The spending it recorded is no longer certain, so nothing more is granted. "
@@ -26,7 +27,7 @@ class Run:
     """What the ledger knows of one run; `spent` counts every step it may have taken."""
 
     run_id: str
-    plan: PrivacyPlan
+    plan: Plan
     plan_hash: str
     block_max: int
     spent: int = 0
@@ -41,7 +42,8 @@ class Run:
 
     @property
     def mechanism(self) -> Mechanism:
-        return float(self.plan.noise_multiplier), float(self.plan.sampling_rate)
+        step = self.plan.count()
+        return float(step.noise_multiplier), float(step.sampling_rate), *step.trials
 
     def steps(self, count: int) -> Record:
         """The fields of a record that spends `count` steps."""
@@ -67,9 +69,58 @@ class Run:
 _SUMMARY_FIELDS = ("run_id", "plan", "plan_hash", "block_max", "spent", "updates", "last", "closed")
 
 
-def read_plan(fields: dict[str, Any]) -> PrivacyPlan:
+@dataclass(frozen=True, kw_only=True)
+class External:
+    """What was spent on the same data outside the ledger's runs, and why.
+
+    Args:
+        why: The reason that was recorded.
+        spent: What counts.
+        head: The record that says so.
+        prior: Whether it came before the first step of any run.
+    """
+
+    why: str
+    spent: Count
+    head: Head
+    prior: bool
+
+    def event(self) -> Record:
+        """The mechanism as JSON."""
+        return event_of(self.spent)
+
+    def to_dict(self) -> Record:
+        return {
+            "why": self.why,
+            "event": self.event(),
+            "count": self.spent.count,
+            "head": self.head,
+            "prior": self.prior,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Record) -> External:
+        check_fields(fields, ("why", "event", "count", "head", "prior"))
+        return cls(
+            why=fields["why"],
+            spent=read_event(fields["event"], fields["count"]),
+            head=Head(*fields["head"]),
+            prior=fields["prior"],
+        )
+
+
+def event_of(spent: Count) -> Record:
+    """One of them, as JSON. What was spent elsewhere is never a selection of this library."""
+    return {name: value for name, value in asdict(spent).items() if name not in ("count", "trials")}
+
+
+def read_event(event: Record, count: int) -> Count:
+    return PairCount(**event, count=count) if "epsilon" in event else MechanismCount(**event, count=count)
+
+
+def read_plan(fields: dict[str, Any]) -> Plan:
     try:
-        return PrivacyPlan.from_dict(fields)
+        return plan_from_dict(fields)
     except ConfigError as error:
         raise ValueError(f"holds an impossible plan: {error}") from error
 
@@ -84,6 +135,8 @@ class History:
         self.runs: dict[str, Run] = {}
         self.open: dict[str, None] = {}  # ids of unfinished runs, in the order of registration
         self.totals: Counter[Mechanism] = Counter()  # steps of all runs
+        self.external: list[External] = []
+        self.pairs: Counter[Pair] = Counter()  # of them, those known by their (epsilon, delta) alone
         self.first: Run | None = None  # the run that took the first step, as it was then
         self.torn = False  # the file ends within a record
         self.floor = 0  # records up to this number are only known by the summary
@@ -138,7 +191,7 @@ class History:
         self.start, self.line, self.lines = self.end, line, self.lines + 1
         last: Record = record["finish"] if record["type"] == "summary" else record
         self.head = head_of(last)
-        if not self.open:
+        if not self.open and record["type"] != "external":  # a summary ends with a finish record, which has the totals
             self.cut, self.cut_end = last, self.end
         if self.head.seq == self.watch:
             self.watched = self.head.hash
@@ -185,7 +238,13 @@ class History:
         self.runs[run.run_id] = replace(run, updates=record["updates"], closed=head_of(record))
         del self.open[run.run_id]
 
+    def _apply_external(self, record: Record) -> None:
+        spent = read_event(record["event"], record["count"])
+        self._spend_elsewhere(External(why=record["why"], spent=spent, head=head_of(record), prior=self.first is None))
+
     def _apply_summary(self, record: Record) -> None:
+        for entry in map(External.from_dict, record.get("external", ())):
+            self._spend_elsewhere(entry)
         for run in map(Run.from_dict, record["runs"]):
             if run.run_id in self.runs or run.spent > run.plan.max_releases:
                 raise ValueError(f"holds run {run.run_id!r} twice or beyond its plan")
@@ -203,6 +262,7 @@ class History:
         "intent": _apply_steps,
         "torn": _apply_steps,
         "finish": _apply_finish,
+        "external": _apply_external,
         "summary": _apply_summary,
     }
 
@@ -217,20 +277,43 @@ class History:
             self.first = self.first or run
             self.totals[run.mechanism] += count
 
-    def counts(self) -> list[MechanismCount]:
-        """All steps, by distinct mechanism."""
-        return _as_counts(self.totals)
+    def _spend_elsewhere(self, entry: External) -> None:
+        """Count it. It never becomes the first step: a budget's rule hangs on the plan of a run."""
+        self.external.append(entry)
+        if isinstance(entry.spent, PairCount):
+            self.pairs[entry.spent.epsilon, entry.spent.delta] += entry.spent.count
+        else:
+            self.totals[entry.spent.noise_multiplier, entry.spent.sampling_rate] += entry.spent.count
 
-    def total_list(self) -> list[list[float]]:
-        """The totals as JSON holds them."""
-        return sorted([*mechanism, count] for mechanism, count in self.totals.items() if count)
+    def counts(self) -> list[Count]:
+        """All steps, by distinct mechanism, and what was spent elsewhere."""
+        return self._as_counts(self.totals)
 
-    def planned(self) -> list[MechanismCount]:
+    def prior_pairs(self) -> tuple[PairCount, ...]:
+        """What was known by its (epsilon, delta) before the first step of any run."""
+        return tuple(c for c in merged([e.spent for e in self.external if e.prior]) if isinstance(c, PairCount))
+
+    def total_list(self) -> list[list[Any]]:
+        """The totals as JSON holds them; pairs come last, and are marked."""
+        steps = sorted([*mechanism, count] for mechanism, count in self.totals.items() if count)
+        return [*steps, *sorted(["pair", *pair, count] for pair, count in self.pairs.items())]
+
+    def planned(self) -> list[Count]:
         """All steps, if every open run went on to the end of its plan."""
         totals = self.totals.copy()
         for run in map(self.runs.__getitem__, self.open):
             totals[run.mechanism] += run.remaining
-        return _as_counts(totals)
+        return self._as_counts(totals)
+
+    def _as_counts(self, totals: Counter[Mechanism]) -> list[Count]:
+        return [
+            *(
+                MechanismCount(noise_multiplier=s, sampling_rate=q, count=n, trials=_trials(more))
+                for (s, q, *more), n in totals.items()
+                if n
+            ),
+            *(PairCount(epsilon=e, delta=d, count=n) for (e, d), n in self.pairs.items()),
+        ]
 
     def hash_of_watched(self) -> str | None:
         """The hash of record number `watch`, in a line or kept by the summary; None if it is not there."""
@@ -245,6 +328,7 @@ class History:
         found = fresh.hash_of_watched()
         kept = found == self.head.hash or (found is None and self.head.seq <= fresh.floor)
         same_ledger = fresh.header["hash"] == self.header["hash"]
+        kept = kept and fresh.external[: len(self.external)] == self.external
         if not (same_ledger and kept and all(map(fresh._holds, self.runs.values()))):
             raise LedgerCorrupt(f"{self.path} was replaced or shortened while in use. {WAY_OUT}")
 
@@ -256,5 +340,5 @@ def head_of(record: Record) -> Head:
     return Head(record["seq"], record["hash"])
 
 
-def _as_counts(totals: Counter[Mechanism]) -> list[MechanismCount]:
-    return [MechanismCount(noise_multiplier=s, sampling_rate=q, count=n) for (s, q), n in totals.items() if n]
+def _trials(more: list[float]) -> Trials | tuple[()]:
+    return Trials(int(more[0]), more[1], more[2]) if more else ()

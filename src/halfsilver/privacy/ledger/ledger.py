@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -11,11 +12,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import dp_accounting as dpa
+
 from halfsilver._core import system
 from halfsilver.errors import BudgetExceeded, ConfigError, LedgerCorrupt, require
-from halfsilver.privacy.accounting import Accountant, MechanismCount, epsilon_of, merged, total_accountant
+from halfsilver.privacy.accounting import (
+    Accountant,
+    Count,
+    MechanismCount,
+    PairCount,
+    epsilon_of,
+    merged,
+    total_accountant,
+)
 from halfsilver.privacy.ledger.budget import Budget, BudgetFilter
-from halfsilver.privacy.ledger.history import WAY_OUT, History, Run
+from halfsilver.privacy.ledger.history import WAY_OUT, External, History, Run, event_of
 from halfsilver.privacy.ledger.records import (
     ADJACENCY,
     GENESIS,
@@ -28,9 +39,10 @@ from halfsilver.privacy.ledger.records import (
     is_whole,
     line_of,
 )
-from halfsilver.privacy.plan import PrivacyPlan, Unit
+from halfsilver.privacy.plan import Unit
+from halfsilver.privacy.selection import Plan
 
-__all__ = ["Budget", "Grant", "Head", "Ledger", "Run"]
+__all__ = ["Budget", "External", "Grant", "Head", "Ledger", "Run"]
 
 
 @dataclass(frozen=True)
@@ -150,14 +162,14 @@ class Ledger:
         """All runs that this object has read, by name, in the order of registration."""
         return MappingProxyType(self._history.runs)
 
-    def register_run(self, run_id: str, plan: PrivacyPlan, *, block_max: int = 1) -> Run:
+    def register_run(self, run_id: str, plan: Plan, *, block_max: int = 1) -> Run:
         """Enter a run, which may then take the steps of its plan.
 
         Registering a run again with the same plan, as on resuming it, changes nothing.
 
         Args:
             run_id: The name of the run, a non-empty text that is unique within the ledger.
-            plan: What the run will do per step, and how often. It cannot change later.
+            plan: What the run will do per step, and how often. A selection is one step. It cannot change later.
             block_max: The most steps per call of `intend`, a whole number of at least 1. Default 1. A larger block
                 needs fewer writes to disk, but a crash costs up to one block of steps.
 
@@ -225,11 +237,56 @@ class Ledger:
             fields = {"run_id": run_id, "updates": updates, "totals": self._history.total_list()}
             return run.closed or self._append("finish", fields)
 
-    def counts(self) -> tuple[MechanismCount, ...]:
-        """Count all steps that any run may have taken, per distinct mechanism. A torn record counts too.
+    def external(self, event: tuple[float, float] | dpa.DpEvent, why: str) -> Head:
+        """Record privacy that was spent on the same data elsewhere: synthetic data, another tool, a published table.
+
+        It counts from then on against the budget, and in every total, statement and report. It is a fact, so it is
+        recorded even if it exceeds the budget, and then no further step is granted. Each call counts anew.
+
+        In a ledger with a budget, record an (epsilon, delta) before the first step. Recorded later, one with a delta
+        above 0 ends all grants, because the rule by which the budget holds was fixed without it. Another Gaussian
+        mechanism can be recorded at any time.
+
+        Args:
+            event: What was spent, under adding or removing one `unit` of this ledger. Either a pair (epsilon, delta)
+                with epsilon at least 0 and delta in [0, 1); or, which is tighter, an event of dp-accounting:
+                ``GaussianDpEvent``, ``PoissonSampledDpEvent`` of one, or ``SelfComposedDpEvent`` of either, such as
+                `PrivacyPlan.event` returns.
+            why: The reason, a non-empty text. It is kept in the ledger and shown in statements, so it must not tell
+                anything private.
 
         Returns:
-            One entry per pair of noise multiplier and sampling rate.
+            Number and hash of the record.
+
+        Raises:
+            ConfigError: If the event is of another kind or out of range, or if there is no reason.
+
+        Example:
+            >>> import tempfile
+            >>> ledger = Ledger.open(tempfile.mkdtemp() + "/ledger.jsonl")
+            >>> head = ledger.external((1.0, 1e-6), "synthetic table of 2025, by another tool")
+            >>> round(ledger.spent(delta=1e-5), 3)
+            1.0
+
+        References:
+            - Kairouz, Oh and Viswanath 2017, The Composition Theorem for Differential Privacy, arXiv:1311.0776.
+        """
+        require(isinstance(why, str) and why.strip() != "", "why", why, "to be a non-empty text")
+        spent = _spent_elsewhere(event)
+        fields = event_of(spent)
+        with self._writing():
+            return self._append("external", {"why": why, "event": fields, "count": spent.count})
+
+    @property
+    def externals(self) -> tuple[External, ...]:
+        """What was spent elsewhere, as far as this object has read, in the order of recording."""
+        return tuple(self._history.external)
+
+    def counts(self) -> tuple[Count, ...]:
+        """Count all that was spent: steps that any run may have taken, a torn record included, and `external` events.
+
+        Returns:
+            One entry per distinct mechanism, and one per distinct (epsilon, delta).
         """
         self._refresh()
         torn = self._torn_steps()
@@ -299,6 +356,8 @@ class Ledger:
             # The one that took the first step comes first: a budget's rule hangs on it.
             done.sort(key=lambda run: history.first is None or run.run_id != history.first.run_id)
             fields = {"type": "summary", "finish": history.cut, "runs": [run.to_dict() for run in done]}
+            external = [entry.to_dict() for entry in history.external if entry.head.seq <= seq]
+            fields |= {"external": external} if external else {}
             summary = encode(fields, seq=seq, prev=history.header["hash"])
             header_end = len(line_of(history.header))
             self._publish_head()  # one that lags behind might name a record that is about to go
@@ -412,6 +471,27 @@ def _create(path: Path, budget: Budget | None, unit: Unit, head_file: Path | Non
             if head and head.exists():
                 raise LedgerCorrupt(f"{path} is gone, but {head} shows that it existed. {WAY_OUT}")
         system.write_atomically(path, encode(fields, seq=0, prev=GENESIS))
+
+
+def _spent_elsewhere(event: Any) -> Count:
+    """The event as the ledger counts it."""
+    if isinstance(event, tuple | list) and len(event) == 2:
+        epsilon, delta = map(float, event)
+        require(0 <= epsilon < math.inf, "epsilon", epsilon, "in [0, inf)")
+        require(0 <= delta < 1, "delta", delta, "in [0, 1)")
+        return PairCount(epsilon=epsilon, delta=delta, count=1)
+    given, count, rate = event, 1, 1.0
+    if isinstance(event, dpa.SelfComposedDpEvent):
+        event, count = event.event, event.count
+    if isinstance(event, dpa.PoissonSampledDpEvent):
+        event, rate = event.event, float(event.sampling_probability)
+    kinds = "an (epsilon, delta), or a Gaussian event of dp-accounting, Poisson-sampled and self-composed or not"
+    require(isinstance(event, dpa.GaussianDpEvent), "event", given, f"to be {kinds}")
+    sigma = float(event.noise_multiplier)
+    require(0 < sigma < math.inf, "noise_multiplier", sigma, "in (0, inf)")
+    require(0 < rate <= 1, "sampling_probability", rate, "in (0, 1]")
+    require(is_whole(count, 1), "count", count, "to be a whole number >= 1")
+    return MechanismCount(noise_multiplier=sigma, sampling_rate=rate, count=count)
 
 
 def _lock_of(path: Path) -> Path:

@@ -5,23 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from halfsilver.privacy.accounting import MechanismCount, merged
+from halfsilver.privacy.accounting import Count, merged
 from halfsilver.privacy.ledger.history import History, Run
 from halfsilver.privacy.ledger.ledger import Ledger
 
 
 class Moment(NamedTuple):
-    """The number of runs that were registered, and all steps by distinct mechanism."""
+    """The number of runs that were registered, all that was spent by distinct mechanism, and how often elsewhere."""
 
     runs: int
-    counts: tuple[MechanismCount, ...]
+    counts: tuple[Count, ...]
+    external: int
 
 
 @dataclass(frozen=True)
 class Lost:
     """What a ledger held at least at a moment that a compaction summed up, and runs that it knew for certain."""
 
-    counts: tuple[MechanismCount, ...]
+    counts: tuple[Count, ...]
     runs: tuple[str, ...]
 
 
@@ -39,10 +40,10 @@ def moments(ledger: Ledger, run_id: str, spent: int) -> tuple[list[Moment], Lost
                 history.feed(line)
                 run = history.runs.get(run_id)
                 if run and run.spent == spent and finished == (run.closed is not None):
-                    found.append(Moment(len(history.runs), merged(history.counts())))
+                    found.append(Moment(len(history.runs), merged(history.counts()), len(history.external)))
     now = ledger.counts()  # with what a torn record is charged with
     if ledger.runs[run_id].spent == spent:
-        found.append(Moment(len(ledger.runs), now))
+        found.append(Moment(len(ledger.runs), now, len(ledger.externals)))
     return found, _lost(history, ledger.runs[run_id])
 
 

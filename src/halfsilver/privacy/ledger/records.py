@@ -1,6 +1,6 @@
 """The ledger's records on disk: one canonical JSON line each, chained by SHA-256.
 
-This file knows what a record looks like on its own; `ledger_history` knows whether it fits those before it.
+This file knows what a record looks like on its own; `history` knows whether it fits those before it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def decode(line: bytes) -> Record:
     if record.get("hash") != digest(record):
         raise ValueError("does not match its own hash")
     _check_type(record)
-    check_fields(record, (*_COMMON, *_FIELDS[record["type"]]))
+    check_fields(record, (*_COMMON, *_FIELDS[record["type"]], *_OPTIONAL.get(record["type"], set()) & set(record)))
     return record
 
 
@@ -99,8 +99,11 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "intent": _STEPS,
     "torn": _STEPS,
     "finish": ("run_id", "updates", "totals"),
+    "external": ("why", "event", "count"),
     "summary": ("finish", "runs"),
 }
+# Only where there is something to say, so that versions before can read all other ledgers.
+_OPTIONAL: dict[str, set[str]] = {"summary": {"external"}}
 
 
 def is_whole(value: object, least: int = 0) -> bool:
@@ -130,6 +133,15 @@ def is_head(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and is_whole(value[0]) and _is_hash(value[1])
 
 
+def _is_event(value: object) -> bool:
+    """What was spent elsewhere: a Gaussian mechanism, on a sample or on all, or an (epsilon, delta)."""
+    if not isinstance(value, dict) or not all(type(v) is float and math.isfinite(v) for v in value.values()):
+        return False
+    if set(value) == {"noise_multiplier", "sampling_rate"}:
+        return bool(value["noise_multiplier"] > 0 and 0 < value["sampling_rate"] <= 1)
+    return set(value) == {"epsilon", "delta"} and bool(value["epsilon"] >= 0 and 0 <= value["delta"] < 1)
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
@@ -157,6 +169,12 @@ _POSSIBLE: dict[str, Callable[[Any], bool]] = {
     "totals": lambda value: isinstance(value, list),
     "finish": lambda value: isinstance(value, dict),
     "runs": lambda value: isinstance(value, list) and all(isinstance(run, dict) for run in value),
+    "why": _is_text,
+    "event": _is_event,
+    "external": lambda value: isinstance(value, list) and all(isinstance(entry, dict) for entry in value),
+    # of what was spent elsewhere, inside a summary
+    "head": is_head,
+    "prior": lambda value: type(value) is bool,
     # of a run inside a summary
     "spent": is_whole,
     "last": lambda value: value is None or is_head(value),

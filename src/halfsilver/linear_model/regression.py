@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor
 
 from halfsilver._core.averaging import AverageKind
-from halfsilver._core.distributed import World
 from halfsilver._core.tensors import Batch
 from halfsilver.errors import ConfigError, MissingExtra, require
+from halfsilver.linear_model.full_batch import FullBatch, open_ledger, require_one_process
 from halfsilver.mirror import Bregman, ConstraintSet, Euclidean, MirrorMap, Quadratic
 from halfsilver.mirror.geometry import Factor
-from halfsilver.privacy.count import noisy_count
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.gradients.linear import LinearModel
@@ -145,8 +143,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         require(self.method in _METHODS, "method", self.method, f"in {_METHODS}")
         if self._whitens and (sparse.issparse(X) or self.constraint is not None):
             raise ConfigError("Expected dense rows and no constraint for method='whitened'. Use method='pda'.")
-        if World.current(torch.device("cpu")).size > 1:
-            raise ConfigError("MirrorLinearRegression runs in one process. Fit it before torch.distributed starts.")
+        require_one_process(type(self).__name__)
         private, dtype, width = private_rows(self, X, y, intercept=self.fit_intercept)
         if X_public is None or y_public is None:
             raise ConfigError("Expected X_public and y_public: without public rows use DP-SGD (hs.Trainer).")
@@ -178,9 +175,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         return np.asarray(x @ self.coef_ + self.intercept_)
 
     def _train(self, private: PrivateData, dtype: torch.dtype, width: int, public: _Public) -> Tensor:
-        self.run_dir_ = Path(self.run_dir or tempfile.mkdtemp(prefix="halfsilver-"))
-        ledger = self.ledger or self.run_dir_ / "ledger.jsonl"
-        ledger = ledger if isinstance(ledger, Ledger) else Ledger.open(ledger)
+        self.run_dir_, ledger = open_ledger(self.run_dir, self.ledger)
         root = public.root() if self._whitens else None
         plan = self._plan(private, public, ledger, root)
         linear = torch.nn.Linear(width, 1, bias=False, dtype=dtype)
@@ -207,22 +202,19 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         return theta if root is None else root @ theta
 
     def _plan(self, private: PrivateData, public: _Public, ledger: Ledger, root: Tensor | None) -> PrivacyPlan:
-        counting = self.n_private is None
-        paid = PrivacyPlan.calibrate(
+        run = FullBatch(
             epsilon=self.epsilon,
             delta=self.delta,
-            steps=self.steps + counting,
-            population=1,
-            batch_size=1,
+            steps=self.steps,
+            n_private=self.n_private,
+            ledger=ledger,
+            unsafe_seed=self.unsafe_seed,
         )
-        sigma = paid.noise_multiplier
-        rows = self.n_private or noisy_count(
-            private, sigma, ledger, before_steps=self.steps, unsafe_seed=self.unsafe_seed
-        )
+        sigma = run.noise_multiplier()
         return PrivacyPlan(
             steps=self.steps,
             sampling_rate=1.0,
-            expected_batch_size=max(float(rows), 1.0),
+            expected_batch_size=run.rows(private, sigma),
             noise_multiplier=sigma,
             max_grad_norm=self.max_grad_norm or public.typical_gradient_norm(root) / 2,
         )

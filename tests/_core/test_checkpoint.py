@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from halfsilver._core import checkpoint
 from halfsilver.errors import CheckpointCorrupt
-from halfsilver.runs import checkpoint
 
 
 def test_round_trip_of_tensors_and_json(tmp_path: Path) -> None:

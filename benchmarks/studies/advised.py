@@ -1,0 +1,104 @@
+"""The adviser against a recipe made by hand: the same start, rows, epsilon and number of epochs.
+
+    python -m benchmarks.studies.advised emnist --epsilon 0.48 --seed 0 --out DIR
+
+Advice comes from the public rows that pretraining held out. Then one run is trained as advised, finished with a
+temperature from the same held-out rows, and scored on the test rows before and after. Beside it stands the run of
+`warm` with the same seed from the committed study of that task and epsilon, whose settings were made by hand and
+searched on public rows. Starts, runs and a ledger are kept in DIR, and a command that was killed resumes where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import halfsilver as hs
+from benchmarks.studies.finish import scores
+from halfsilver.mirror.rows import PublicRows
+from halfsilver.runs.folder import read_json, versions, write_json
+from halfsilver.study.auto import advise_problem, parts
+from halfsilver.study.start import load_start, make_start, new_model, precision
+from halfsilver.tasks.recipes import load
+from halfsilver.tasks.source import TaskSource
+
+STUDIES = Path(__file__).parents[1] / "results" / "studies"
+
+
+def advised(task: str, recipe_name: str, epsilon: float, seed: int, out: Path, data: Path) -> dict[str, Any]:
+    """Advice, the advised run, and its figures."""
+    recipe, more = load(task, recipe_name)
+    problem = TaskSource.of(task, data, {**more.get("task", {}), "validation": 0})()
+    delta = float(more["delta"])
+    start = out / "start" / f"seed-{seed}.safetensors"
+    make_start(problem, recipe, seed, start)  # before the clock starts
+    folder = out / f"{task}-eps{epsilon:g}-seed{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    advice = advise_problem(
+        problem,
+        recipe,
+        epsilon=epsilon,
+        delta=delta,
+        start=start,
+        seed=seed,
+        tell=lambda text: print(text, flush=True),
+    )
+    seconds = time.monotonic() - started
+    write_json(folder / "advice.json", {**advice.to_json(), "seconds": seconds})
+    print(advice, flush=True)
+    public, held_out = parts(problem, recipe, seed)
+    first, model = (new_model(problem, seed) for _ in range(2))
+    for one in (first, model):
+        load_start(one, start)
+    trainer = advice.trainer(model, problem.loss_fn, metrics=problem.metrics, performance=precision(recipe))
+    trainer.fit(problem.private, public, run_dir=folder / "run", ledger=out / "ledger.jsonl", delta=delta)
+    done = hs.Finish().fit(model, problem.loss_fn, held_out)
+    results = {
+        "start": scores(first, problem),
+        "advised": scores(model, problem),
+        "advised and finished": {**scores(done.model, problem), "temperature": done.temperature},
+    }
+    return {
+        "task": task,
+        "recipe": recipe_name,
+        "epsilon": epsilon,
+        "delta": delta,
+        "seed": seed,
+        "held_out": len(PublicRows(held_out)),
+        "versions": versions(),
+        "advice": {**advice.to_json(), "seconds": seconds, "norms": len(advice.norms)},
+        "by hand": _by_hand(task, epsilon, seed),
+        "results": results,
+    }
+
+
+def _by_hand(task: str, epsilon: float, seed: int) -> dict[str, Any] | None:
+    """The run of `warm` with this seed in the study of the task, where there is one."""
+    path = STUDIES / f"{task}-eps{epsilon:g}.json"
+    if not path.exists():
+        return None
+    runs = read_json(path)["runs"]
+    return next((run["final"] for run in runs if (run["method"], run["seed"]) == ("warm", seed)), None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task")
+    parser.add_argument("--recipe", default="workstation")
+    parser.add_argument("--epsilon", type=float, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    record = advised(args.task, args.recipe, args.epsilon, args.seed, args.out, args.data)
+    write_json(args.out / f"{args.task}-eps{args.epsilon:g}-seed{args.seed}.json", record)
+    print(json.dumps({"by hand": record["by hand"], **record["results"]}))
+
+
+if __name__ == "__main__":
+    main()

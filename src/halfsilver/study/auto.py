@@ -1,0 +1,108 @@
+"""A study as advised: plan, optimizer, learning rate and geometry come from `advise`, and nothing is searched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from halfsilver.errors import ConfigError, require
+from halfsilver.mirror import Finish
+from halfsilver.mirror.pretrain import held_out_rows
+from halfsilver.mirror.rows import PublicRows
+from halfsilver.runs.folder import read_json, write_json
+from halfsilver.study.advice import GEOMETRY, LR_END, Advice, advise, average_for
+from halfsilver.study.arena import rows_at
+from halfsilver.study.jobs import Tell
+from halfsilver.study.method import PUBLIC, Method
+from halfsilver.study.problem import Problem, Recipe, Setting
+from halfsilver.study.start import load_start, make_start, new_model
+
+NAME = "advised"
+SEED = 0  # of the start that is looked at, which is that of the study's first runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advised:
+    """What a study needs of an advice."""
+
+    recipe: Recipe
+    methods: tuple[Method, ...]
+    settings: dict[str, Setting]
+
+
+def advise_problem(
+    problem: Problem, recipe: Recipe, *, epsilon: float, delta: float, start: Path, seed: int = SEED, tell: Tell
+) -> Advice:
+    """Advice for a problem, from the public rows that the pretraining of `recipe` holds out.
+
+    Pretraining writes to `start`, unless it has done so before. The number of epochs is that of the recipe.
+    """
+    if recipe.local is not None:
+        raise ConfigError("Expected a task whose records are examples: advice for users needs rehearsals with users.")
+    public, held_out = parts(problem, recipe, seed)
+    if not start.exists():
+        tell("pretraining")
+    make_start(problem, recipe, seed, start)
+    model = new_model(problem, seed)
+    load_start(model, start)
+    return advise(
+        model,
+        problem.loss_fn,
+        public,
+        held_out,
+        population=problem.population,
+        epsilon=epsilon,
+        delta=delta,
+        epochs=recipe.steps(problem.population) * min(recipe.batch_size, problem.population) / problem.population,
+        metrics=problem.metrics,
+        tell=tell,
+    )
+
+
+def parts(problem: Problem, recipe: Recipe, seed: int) -> tuple[Any, Any]:
+    """The public rows that pretraining uses, and those that it holds out."""
+    share, why = recipe.pretrain.holdout, "Advice needs public rows that the start has not seen."
+    require(share > 0, "pretrain.holdout of the recipe", share, "above 0", why)
+    train, held_out = held_out_rows(len(PublicRows(problem.public)), share, seed)
+    return rows_at(problem.public, train), rows_at(problem.public, held_out)
+
+
+def advised_study(
+    problem: Problem, recipe: Recipe, *, epsilon: float, delta: float, folder: Path, tell: Tell
+) -> Advised:
+    """Recipe, methods and settings of the study "auto" in `folder`, where the advice is kept for when it is resumed."""
+    file = folder / "advice.json"
+    if not file.exists():
+        start = folder / "start" / f"seed-{SEED}.safetensors"
+        advice = advise_problem(problem, recipe, epsilon=epsilon, delta=delta, start=start, tell=tell)
+        tell(str(advice))
+        write_json(file, advice.to_json())
+    kept = read_json(file)
+    plan = kept["plan"]
+    size = round(plan["expected_batch_size"])
+    method = Method(
+        name=NAME,
+        geometry=None if kept["geometry"] is None else GEOMETRY,
+        finish=None if kept["start"]["temperature"] is None else Finish(),
+        learning_rates=(kept["learning_rate"],),
+        description="as advised from public rows",
+    )
+    return Advised(
+        recipe=replace(
+            recipe,
+            name=f"{recipe.name}, advised",
+            batch_size=size,
+            epochs=plan["steps"] * size / problem.population,
+            rounds=None,
+            max_grad_norm=plan["max_grad_norm"],
+            cold_max_grad_norm=None,
+            clip_released=False,
+            average=average_for(plan["steps"]),
+            lr_end=LR_END,
+            optimizer=kept["optimizer"],
+            momentum=None,
+        ),
+        methods=(PUBLIC, method),
+        settings={NAME: Setting(kept["learning_rate"])},
+    )

@@ -1,0 +1,212 @@
+"""Advice from public rows: each part against an independent calculation."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import halfsilver as hs
+from halfsilver.errors import ConfigError
+from halfsilver.mirror.rows import PublicRows
+from halfsilver.study import advice as module
+from halfsilver.study.advice import gradient_norms
+from halfsilver.study.batches import best_batch
+from halfsilver.study.rehearsal import Rehearsed
+
+
+def loss_fn(model: Any, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def rows(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=draw)
+    return x, (x[:, 0] + x[:, 1] > 0).long()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(6, 2)
+
+
+ASKED: dict[str, Any] = {"population": 2000, "epsilon": 2.0, "delta": 1e-5, "epochs": 5}
+
+
+@pytest.fixture(scope="module")
+def advice() -> hs.study.Advice:
+    return hs.advise(model(), loss_fn, rows(100, 1), rows(120, 2), **ASKED)
+
+
+def test_the_batch_has_nearly_the_least_noise_and_enough_steps(advice: hs.study.Advice) -> None:
+    """Against plans that are calibrated one by one, smaller and larger ones."""
+    plan = advice.plan
+    assert plan.epsilon() <= 2.0
+
+    def noise(batch: int) -> float:
+        other = hs.PrivacyPlan.calibrate(epsilon=2, delta=1e-5, population=2000, batch_size=batch, epochs=5)
+        return other.noise_multiplier / math.sqrt(batch)
+
+    own = plan.noise_multiplier / math.sqrt(plan.expected_batch_size)
+    assert plan.steps >= 50
+    largest = max(size for size in (32, 64, 128, 256, 512) if 5 * 2000 / size >= 50)
+    assert own <= 1.08 * noise(largest)  # options are compared by RDP
+    assert advice.batches[-1].batch_size == largest
+    if plan.expected_batch_size > 32:
+        assert noise(round(plan.expected_batch_size) // 2) > 1.02 * min(own, noise(largest))
+    assert plan.steps == round(5 * 2000 / plan.expected_batch_size)
+
+
+def test_few_records_get_the_smallest_batch() -> None:
+    size, options = best_batch(population=100, epsilon=4.0, delta=1e-3, epochs=1)
+    assert size == 32
+    assert [option.batch_size for option in options] == [32]
+
+
+def test_norms_and_alignment_against_plain_autograd() -> None:
+    net, data = model(), rows(50, 3)
+    gradients = []
+    for i in range(50):
+        one = (data[0][i : i + 1], data[1][i : i + 1])
+        found = torch.autograd.grad(loss_fn(net, one).sum(), list(net.parameters()))
+        gradients.append(torch.cat([g.flatten() for g in found]).double())
+    each = torch.stack(gradients)
+    norms, alignment = gradient_norms(net, loss_fn, PublicRows(data))
+    torch.testing.assert_close(norms.sort().values, each.norm(dim=1).sort().values, rtol=1e-5, atol=1e-7)
+    products = each @ each.T
+    pairs = (products.sum() - products.diagonal().sum()) / (50 * 49)
+    expected = math.sqrt(max(0.0, float(pairs)) / float(each.square().sum(1).mean()))
+    assert alignment == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_clip_norm_is_the_third_quartile(advice: hs.study.Advice) -> None:
+    norms, _ = gradient_norms(model(), loss_fn, PublicRows(rows(120, 2)))
+    assert advice.plan.max_grad_norm == pytest.approx(float(norms.quantile(0.75)), rel=5e-3)
+
+
+def test_the_best_rehearsal_is_taken(advice: hs.study.Advice) -> None:
+    own = [t for t in advice.tried if t.kind == (advice.optimizer, advice.geometry is None)]
+    best = min(own, key=lambda t: t.loss)
+    assert advice.learning_rate == pytest.approx(best.learning_rate, rel=5e-3)
+    assert best.loss < advice.start.held_out_loss
+    rates = sorted({t.learning_rate for t in own})
+    assert rates[0] < best.learning_rate < rates[-1]  # the search went past the best on both sides, or stopped there
+
+
+def test_what_more_would_bring(advice: hs.study.Advice) -> None:
+    """Twice the rows at the same epochs: at least half of the noise goes, as sigma falls and n doubles."""
+    assert advice.less_noise["twice the private rows"] < 0.6
+
+    def noise(epsilon: float) -> float:
+        asked = {**ASKED, "epsilon": epsilon, "batch_size": round(advice.plan.expected_batch_size)}
+        return hs.PrivacyPlan.calibrate(**asked, accountant="rdp").noise_multiplier
+
+    assert advice.less_noise["twice the epsilon"] == pytest.approx(noise(4.0) / noise(2.0))
+    assert all(0 < factor < 1 for factor in advice.less_noise.values())
+
+
+def test_an_advised_run(advice: hs.study.Advice, tmp_path: Path) -> None:
+    net = model()
+    accuracy = {"accuracy": lambda m, b: torch.eq(m(b[0]).argmax(1), b[1]).double()}
+    trainer = advice.trainer(net, loss_fn, metrics=accuracy)
+    trainer.fit(rows(2000, 0), rows(100, 1), run_dir=tmp_path)
+    assert trainer.evaluate(rows(500, 5))["accuracy"] > 0.9
+    assert trainer.average == pytest.approx(1 - 10 / advice.plan.steps)
+    assert advice.trainer(model(), loss_fn, average=None).average is None
+
+
+def test_it_is_in_words_and_leaves_the_model_alone(advice: hs.study.Advice) -> None:
+    text = str(advice)
+    for word in ("Batch:", "Clip norm:", "Learning rate:", "Geometry:", "Start:", "clip centre", "twice the epsilon"):
+        assert word in text
+    net = model()
+    before, said = copy.deepcopy(net.state_dict()), list[str]()
+    module.advise(net, loss_fn, rows(100, 1), rows(40, 2), **ASKED, tell=said.append)
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert net.training
+    assert any("rehearsal 1" in word for word in said)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"epochs": 0}, "epochs=0"), ({"population": 3}, "population=3"), ({"epsilon": -1.0}, "epsilon")],
+)
+def test_mistakes_are_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hs.advise(model(), loss_fn, rows(100, 1), rows(60, 2), **{**ASKED, **wrong})
+    with pytest.raises(ConfigError, match="held-out rows"):
+        hs.advise(model(), loss_fn, rows(100, 1), rows(10, 2), **ASKED)
+
+
+def test_the_middle_of_seen_and_unseen_rows_is_the_loss_with_many_rows() -> None:
+    """Least squares with 40 rows and 8 weights, 400 draws: the middle is within 3 standard errors of the loss of the
+    best weights (noise variance 1, so it is 1), and neither the seen nor the unseen rows are.
+    """
+    draw = torch.Generator().manual_seed(0)
+    seen, unseen, middles = [], [], []
+    for _ in range(400):
+        x, y = (torch.randn(80, *shape, generator=draw, dtype=torch.float64) for shape in ((8,), ()))
+        weights = torch.linalg.lstsq(x[:40], y[:40, None]).solution[:, 0]
+        losses = (y - x @ weights).square()
+        done = Rehearsed(seen={"loss": losses[:40]}, unseen={"loss": losses[40:]})
+        middles.append(module._middle(done)[0])
+        seen.append(float(losses[:40].mean()))
+        unseen.append(float(losses[40:].mean()))
+    off = {
+        name: (torch.tensor(v).mean() - 1) / (torch.tensor(v).std() / 20)
+        for name, v in {"seen": seen, "unseen": unseen, "middle": middles}.items()
+    }
+    assert off["seen"] < -10
+    assert off["unseen"] > 10
+    assert abs(float(torch.tensor(middles).mean()) - 1) < 0.04  # of the next order: 8^2 / 40^2
+
+
+def test_a_forecast_spans_start_seen_and_unseen_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    seen, unseen = torch.rand(50, generator=generator), 2 + torch.rand(60, generator=generator)
+    done = Rehearsed(seen={"loss": seen}, unseen={"loss": unseen})
+    one = module._forecasts(done, {"loss": loss_fn}, model(), rows(60, 2))["loss"]
+    assert one.start == pytest.approx(float(loss_fn(model(), rows(60, 2)).mean().detach()))
+    assert one.expected == pytest.approx(float(seen.mean() + unseen.mean()) / 2)
+    assert one.low == pytest.approx(float(seen.mean() - 2 * seen.std() / 50**0.5))
+    assert one.high == pytest.approx(float(unseen.mean() + 2 * unseen.std() / 60**0.5))
+    lucky = Rehearsed(seen={"loss": 0 * seen}, unseen={"loss": 0 * unseen})
+    assert module._forecasts(lucky, {"loss": loss_fn}, model(), rows(60, 2))["loss"].high > one.start
+
+
+class Scaled(nn.Module):
+    """A model without a layer that can be whitened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = (x * self.scale).sum(1)
+        return torch.stack([-score, score], 1)
+
+
+def test_a_model_that_cannot_be_whitened_gets_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_RATES", 1)
+    said = list[str]()
+    found = hs.advise(Scaled(), loss_fn, rows(100, 1), rows(60, 2), **ASKED, tell=said.append)
+    assert found.geometry is None
+    assert any("no layer that can be whitened" in word for word in said)
+    assert {t.optimizer for t in found.tried} == {"SGD", "Adam"}
+
+
+def test_compute_in_minutes_is_measured() -> None:
+    asked = {name: value for name, value in ASKED.items() if name != "epochs"}
+    found = hs.advise(model(), loss_fn, rows(100, 1), rows(60, 2), **asked, minutes=0.02)
+    assert found.seconds_per_row is not None
+    expected = 1.2 / found.seconds_per_row  # records in so many seconds
+    assert found.plan.steps * found.plan.expected_batch_size == pytest.approx(expected, rel=0.05)
+    assert "minutes at the speed measured here" in str(found)
+    with pytest.raises(ConfigError, match="one of the two"):
+        hs.advise(model(), loss_fn, rows(100, 1), rows(60, 2), **asked)
