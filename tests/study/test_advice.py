@@ -64,7 +64,7 @@ def test_the_batch_has_nearly_the_least_noise_and_enough_steps(advice: hs.study.
 
 
 def test_few_records_get_the_smallest_batch() -> None:
-    size, options = best_batch(population=100, epsilon=4.0, delta=1e-3, epochs=1)
+    size, options = best_batch(population=100, epsilon=4.0, delta=1e-3, epochs=1, fewest_steps=50)
     assert size == 32
     assert [option.batch_size for option in options] == [32]
 
@@ -85,9 +85,55 @@ def test_norms_and_alignment_against_plain_autograd() -> None:
     assert alignment == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_clip_norm_is_the_third_quartile(advice: hs.study.Advice) -> None:
+def squared_error(model: Any, batch: Any) -> Tensor:
+    difference: Tensor = model(batch[0]).mean(1) - batch[1]
+    return difference**2
+
+
+def test_the_clip_norm_is_a_quantile(advice: hs.study.Advice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median where a temperature can correct what clipping does, the third quartile elsewhere."""
+    monkeypatch.setattr(module, "_MOST_RATES", 1)
     norms, _ = gradient_norms(model(), loss_fn, PublicRows(rows(120, 2)))
-    assert advice.plan.max_grad_norm == pytest.approx(float(norms.quantile(0.75)), rel=5e-3)
+    assert advice.plan.max_grad_norm == pytest.approx(float(norms.median()), rel=5e-3)
+    assert advice.finish == hs.Finish()
+    norms, _ = gradient_norms(model(), squared_error, PublicRows(rows(60, 2)))
+    other = hs.advise(model(), squared_error, rows(100, 1), rows(60, 2), **ASKED)
+    assert other.plan.max_grad_norm == pytest.approx(float(norms.quantile(0.75)), rel=5e-3)
+    assert other.finish is None
+    assert "the third quartile of gradient norms" in str(other)
+
+
+def test_a_start_that_is_right_about_most_rows_has_no_clip_norm_of_zero() -> None:
+    norms = torch.tensor([0.0, 0.0, 0.0, 5.0, 5.0])
+    assert module._clip_norm(norms, hs.Finish()) == pytest.approx(0.5)
+
+
+def test_a_network_gets_more_steps_than_a_linear_model() -> None:
+    network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    assert (module._fewest_steps(model()), module._fewest_steps(network)) == (50, 500)
+    for parameter in network[0].parameters():
+        parameter.requires_grad_(False)
+    assert module._fewest_steps(network) == 50
+
+
+def test_more_steps_than_the_least_noise_leaves() -> None:
+    """At a large epsilon more records per step have less and less noise, and the fewest steps decide."""
+    asked: dict[str, Any] = {"population": 20_000, "epsilon": 20.0, "delta": 1e-5, "epochs": 10}
+    for fewest, size in ((50, 2048), (100, 1024), (500, 256), (10**6, 32)):
+        found, compared = best_batch(**asked, fewest_steps=fewest)
+        assert found == size
+        assert compared[-1].batch_size == 2048
+        assert compared[-1].noise == 1
+
+
+def test_a_large_model_is_rehearsed_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear layer from 6 to 2 takes 24 operations per row, so 30 steps of 25 rows take 18,000."""
+    data = rows(120, 2)
+    assert len(module._some(data, model(), loss_fn)[1]) == 120
+    monkeypatch.setattr(module, "_MOST_OPERATIONS", 18_000)
+    assert len(module._some(data, model(), loss_fn)[1]) == 50
+    monkeypatch.setattr(module, "_MOST_OPERATIONS", 1)
+    assert len(module._some(data, model(), loss_fn)[1]) == 40
 
 
 def test_the_best_rehearsal_is_taken(advice: hs.study.Advice) -> None:

@@ -89,7 +89,7 @@ def _norms(advice: Advice) -> Picture:
         paint,
         title="Clip norm",
         caption=f"Gradient norms of {len(advice.norms)} held-out rows at the start. Advised (dotted): {clip:.3g}.",
-        alt=f"Histogram of gradient norms; the clip norm {clip:.3g} is their third quartile.",
+        alt=f"Histogram of gradient norms, with the clip norm {clip:.3g}.",
     )
 
 

@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from halfsilver._core.random import own_randomness
 from halfsilver._core.tensors import Batch, LossFn, eval_mode, take_rows, trainable
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror import Finish, Geometry, Whitened
+from halfsilver.mirror.finish import FEWEST_ROWS, Calibrated
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.schedules import falling
 from halfsilver.privacy.gradients.base import row_norms
@@ -24,7 +26,7 @@ from halfsilver.privacy.gradients.vmap import Vmap
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs.progress import telling
 from halfsilver.study.arena import rows_at
-from halfsilver.study.batches import SMALLEST_BATCH, BatchOption, best_batch, end_noise
+from halfsilver.study.batches import FEWEST_STEPS, SMALLEST_BATCH, BatchOption, best_batch, end_noise
 from halfsilver.study.rehearsal import Rehearsed, rehearse
 from halfsilver.study.run import per_example
 from halfsilver.trainer import Trainer
@@ -32,16 +34,18 @@ from halfsilver.trainer import Trainer
 Optimizer = Literal["SGD", "Adam"]
 
 _FEWEST_HELD_OUT = 40
-_QUANTILE = 0.75  # of gradient norms, for the clip norm
+_FEWEST_STEPS = 500  # of a model with several trained layers, even if they cost noise
 _ROWS_AT_ONCE = 32
 _MOST_NORMS = 512
 _REHEARSED_STEPS = 30
 _MOST_REHEARSED = 400  # rows of a rehearsal and as many to score
+_MOST_OPERATIONS = 1e11  # of the forward passes of a rehearsal: a large model is rehearsed on fewer rows
 _RATE_STEP = math.sqrt(10)
 _MOST_RATES = 9
 _ADAM_RATE = 1e-3  # where the search for its learning rate begins
 LR_END = 0.1
 GEOMETRY = Whitened()  # the one that is tried
+FINISH = Finish()  # the one that is advised to models that return logits
 _SURE = 2  # standard errors on either side of a forecast
 _TIMED_ROWS, _TIMED_STEPS = 128, (1, 4)
 
@@ -54,7 +58,7 @@ class StartState:
         public_loss: Mean loss on the public rows, on which it may have been trained.
         held_out_loss: Mean loss on the held-out rows.
         temperature: The temperature that would calibrate it on the held-out rows, or None where the model returns
-            something else than logits. Above 1 it is too confident.
+            something else than logits of classes. Above 1 it is too confident.
         alignment: |mean gradient| / root mean square of the gradient norms, over held-out rows. A clip centre at the
             public gradient would save a share 1 - sqrt(1 - alignment^2) of the clip norm.
     """
@@ -118,6 +122,7 @@ class Advice:
         optimizer: "SGD" or "Adam".
         learning_rate: Its learning rate, falling along a cosine to a tenth.
         geometry: `Whitened()` or None.
+        finish: The last step after training, or None where the model does not return logits of classes.
         batches: All batch sizes that were compared.
         norms: Gradient norms of held-out public rows, ascending.
         start: The state of the start.
@@ -133,6 +138,7 @@ class Advice:
     optimizer: Optimizer
     learning_rate: float
     geometry: Geometry | None
+    finish: Finish | None
     batches: Sequence[BatchOption]
     norms: Sequence[float]
     start: StartState
@@ -162,7 +168,7 @@ class Advice:
         return Trainer(model, loss_fn, **{**advised, **options})
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values; geometries as text."""
+        """All of it as plain values; geometries and the last step as text."""
 
         def plain(tried: Tried) -> dict[str, Any]:
             loss = tried.loss if math.isfinite(tried.loss) else None
@@ -173,6 +179,7 @@ class Advice:
             "optimizer": self.optimizer,
             "learning_rate": self.learning_rate,
             "geometry": _text(self.geometry),
+            "finish": _text(self.finish),
             "batches": [asdict(option) for option in self.batches],
             "norms": list(self.norms),
             "start": asdict(self.start),
@@ -209,7 +216,9 @@ def in_words(advice: Advice) -> dict[str, str]:
         "Batch": f"{plan.expected_batch_size:g} records, {plan.steps} steps, noise multiplier "
         f"{plan.noise_multiplier:.3g}.{long} At this epsilon and compute the noise at the end is {chosen.noise:.2f} "
         f"times the least. {_smaller(advice.batches, chosen)}",
-        "Clip norm": f"{plan.max_grad_norm:.3g}, the third quartile of gradient norms of held-out public rows.",
+        "Clip norm": f"{plan.max_grad_norm:.3g}, "
+        + ("the third quartile" if advice.finish is None else "the median (or a tenth of the third quartile)")
+        + " of gradient norms of held-out public rows.",
         "Learning rate": f"{advice.learning_rate:.3g} for {advice.optimizer}, falling to a tenth. Public loss after "
         f"{advice.rehearsed_steps} steps under this noise: {loss:.4g}, at the start {start.held_out_loss:.4g}.",
         "Geometry": f"{'none' if advice.geometry is None else repr(advice.geometry)}. Loss of the other "
@@ -239,10 +248,12 @@ def advise(
     """Recommend batch, clip norm, optimizer, learning rate and geometry of a private run, from public rows alone.
 
     At fixed epsilon and compute, the noise at the end of a run goes with sigma / sqrt(batch size). The advice is the
-    smallest batch within 5 % of the least noise that leaves 50 steps. The clip norm is the third quartile of gradient
-    norms of held-out public rows. Optimizer, learning rate, and whether to use a geometry, come from rehearsals: short
-    runs on one half of the held-out rows with the noise of the plan. The score is the middle between the loss of these
-    rows and that of the other half.
+    smallest batch within 5 % of the least noise that leaves 50 steps; a model with several trained layers gets at least
+    500, even if they cost noise. The clip
+    norm is the median of gradient norms of held-out public rows (at least a tenth of their third quartile) for models
+    that return logits, which a temperature calibrates after the run, and the third quartile for others. Optimizer,
+    learning rate, and whether to use a geometry, come from rehearsals: short runs on one half of the held-out rows with
+    the noise of the plan. The score is the middle between the loss of these rows and that of the other half.
 
     Guarantee: no private row is read, so advice costs no privacy.
 
@@ -295,12 +306,15 @@ def advise(
             epochs = 60 * (minutes or 0.0) / (seconds * population)
         asked: dict[str, Any] = {"population": population, "epsilon": epsilon, "delta": delta, "epochs": epochs}
         say("batch sizes")
-        size, batches = best_batch(**asked)
+        size, batches = best_batch(**asked, fewest_steps=_fewest_steps(model))
         plan = PrivacyPlan.calibrate(**asked, batch_size=size)
         say("gradient norms of held-out rows")
         norms, alignment = gradient_norms(model, loss_fn, rows)
-        plan = replace(plan, max_grad_norm=float(f"{float(norms.quantile(_QUANTILE)):.3g}"))
-        search = _Rehearsals(model, loss_fn, public, _some(held_out), plan, metrics or {}, say)
+        temperature = _temperature(model, loss_fn, held_out)
+        finish = None if temperature is None else FINISH
+        plan = replace(plan, max_grad_norm=float(f"{_clip_norm(norms, finish):.3g}"))
+        rehearsed = _some(held_out, model, loss_fn)
+        search = _Rehearsals(model, loss_fn, public, rehearsed, plan, metrics or {}, finish, say)
         best = search.best()
         say("what more would bring")
         more: dict[str, dict[str, Any]] = {
@@ -315,12 +329,13 @@ def advise(
             optimizer=best.optimizer,
             learning_rate=float(f"{search.rate(best):.3g}"),
             geometry=best.geometry,
+            finish=finish,
             batches=batches,
             norms=sorted(norms.tolist()),
             start=StartState(
                 public_loss=_mean(model, loss_fn, public),
                 held_out_loss=_mean(model, loss_fn, held_out),
-                temperature=_temperature(model, loss_fn, held_out),
+                temperature=temperature,
                 alignment=alignment,
             ),
             tried=search.tried(),
@@ -380,6 +395,7 @@ class _Rehearsals:
         held_out: Any,
         plan: PrivacyPlan,
         metrics: Mapping[str, LossFn],
+        finish: Finish | None,
         say: Callable[[str], None],
     ) -> None:
         half = len(PublicRows(held_out)) // 2
@@ -390,7 +406,7 @@ class _Rehearsals:
             noise_multiplier=plan.noise_multiplier * half / plan.expected_batch_size,
             sampling_rate=min(1.0, half / (plan.expected_batch_size / plan.sampling_rate)),
         )
-        self.public, self.held_out, self.say = public, held_out, say
+        self.public, self.held_out, self.finish, self.say = public, held_out, finish, say
         self.steps = min(plan.steps, _REHEARSED_STEPS)
         self.done: dict[_Point, Rehearsed] = {}
         self._usual: dict[Optimizer, float] = {"SGD": 1 / plan.max_grad_norm, "Adam": _ADAM_RATE}
@@ -444,6 +460,7 @@ class _Rehearsals:
                 geometry=point.geometry,
                 lr_factor=_RATE_STEP**point.place,
                 steps=self.steps,
+                finish=self.finish,
             )
         return _middle(self.done[point])[0]
 
@@ -476,11 +493,35 @@ def _optimizer(name: Optimizer, model: nn.Module, rate: float) -> torch.optim.Op
     return kind(trainable(model), lr=rate)  # type: ignore[call-arg]
 
 
-def _some(held_out: Any) -> Any:
-    """As many held-out rows as rehearsals use, so that their time has a bound."""
-    count = len(PublicRows(held_out))
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[: 2 * _MOST_REHEARSED]
-    return held_out if count <= 2 * _MOST_REHEARSED else rows_at(held_out, order)
+def _fewest_steps(model: nn.Module) -> int:
+    matrices = sum(p.dim() > 1 for p in trainable(model))
+    return FEWEST_STEPS if matrices <= 1 else _FEWEST_STEPS
+
+
+def _clip_norm(norms: Tensor, finish: Finish | None) -> float:
+    """The third quartile of the norms; where a last step corrects what clipping does, their median.
+
+    A low clip norm lets through more of the signal per unit of noise, and makes a classifier too confident, which a
+    temperature corrects. The median is 0 where the start is sure and right about most rows, hence the tenth.
+    """
+    high = float(norms.quantile(0.75))
+    return high if finish is None else max(float(norms.median()), high / 10)
+
+
+def _some(held_out: Any, model: nn.Module, loss_fn: LossFn) -> Any:
+    """As many held-out rows as rehearsals use: fewer for a large model, so that their time has a bound.
+
+    The bound counts operations, not seconds, so that advice is the same on a busy machine.
+    """
+    rows = PublicRows(held_out)
+    batch = rows.batch(torch.arange(2), trainable(model)[0].device)
+    with eval_mode(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        loss_fn(model, batch)
+    of_a_row = max(1.0, counter.get_total_flops() / 2)
+    half = min(_MOST_REHEARSED, int(_MOST_OPERATIONS / (_REHEARSED_STEPS * of_a_row)))
+    used = max(_FEWEST_HELD_OUT, 2 * half)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:used]
+    return held_out if len(rows) <= used else rows_at(held_out, order)
 
 
 def _forecasts(
@@ -540,10 +581,18 @@ def _mean(model: nn.Module, fn: LossFn, rows: Any) -> float:
 
 
 def _temperature(model: nn.Module, loss_fn: LossFn, held_out: Any) -> float | None:
+    """The temperature that calibrates the model, or None where its outputs are not logits of classes.
+
+    Logits are told by a loss that stays the same if all of them are raised by 1.
+    """
+    some = rows_at(held_out, torch.arange(FEWEST_ROWS))
     try:
-        return Finish().fit(model, loss_fn, held_out).temperature
-    except (ConfigError, RuntimeError):  # no logits
+        raised = per_example(Calibrated([model], bias=torch.ones(1)), loss_fn, some)
+    except (AttributeError, TypeError, ConfigError, RuntimeError):  # a loss that needs more of a model than its output
         return None
+    if not torch.allclose(raised, per_example(model, loss_fn, some), rtol=1e-3, atol=1e-3):
+        return None
+    return FINISH.fit(model, loss_fn, held_out).temperature
 
 
 def _smaller(batches: Sequence[BatchOption], chosen: BatchOption) -> str:
@@ -573,5 +622,5 @@ def _minutes(advice: Advice) -> str:
     return f"About {records * (advice.seconds_per_row or 0.0) / 60:.3g} minutes"
 
 
-def _text(geometry: Geometry | None) -> str | None:
-    return None if geometry is None else repr(geometry)
+def _text(value: Geometry | Finish | None) -> str | None:
+    return None if value is None else repr(value)

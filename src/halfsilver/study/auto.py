@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from halfsilver.errors import ConfigError, require
-from halfsilver.mirror import Finish
 from halfsilver.mirror.pretrain import held_out_rows
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.runs.folder import read_json, write_json
-from halfsilver.study.advice import GEOMETRY, LR_END, Advice, advise, average_for
+from halfsilver.study.advice import FINISH, GEOMETRY, LR_END, Advice, advise, average_for
 from halfsilver.study.arena import rows_at
 from halfsilver.study.jobs import Tell
 from halfsilver.study.method import PUBLIC, Method
@@ -84,7 +83,7 @@ def advised_study(
     method = Method(
         name=NAME,
         geometry=None if kept["geometry"] is None else GEOMETRY,
-        finish=None if kept["start"]["temperature"] is None else Finish(),
+        finish=None if kept["finish"] is None else FINISH,
         learning_rates=(kept["learning_rate"],),
         description="as advised from public rows",
     )

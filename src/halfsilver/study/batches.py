@@ -8,7 +8,7 @@ from typing import Any
 
 from halfsilver.privacy.plan import PrivacyPlan
 
-FEWEST_STEPS = 50  # with fewer, a run ends before it has used what it learns
+FEWEST_STEPS = 50  # of any run: with fewer, it ends before it has used what it could learn
 SMALLEST_BATCH = 32
 _WITHIN = 1.05  # of the least noise: a smaller batch leaves more steps
 
@@ -31,17 +31,21 @@ class BatchOption:
     noise: float
 
 
-def best_batch(*, population: int, epsilon: float, delta: float, epochs: float) -> tuple[int, tuple[BatchOption, ...]]:
+def best_batch(
+    *, population: int, epsilon: float, delta: float, epochs: float, fewest_steps: int
+) -> tuple[int, tuple[BatchOption, ...]]:
     """The smallest batch within 5 % of the least noise at this epsilon and compute, and all that were compared.
 
     Each option has `epochs` passes over the records. Options with fewer than 50 steps are left out, unless none has
-    more. The noise of each is calibrated by RDP, which is fast and good enough to compare them.
+    more. If the batch has fewer than `fewest_steps` steps, it is the largest that has as many, or the smallest of all.
+    The noise of each is calibrated by RDP, which is fast and good enough to compare them.
 
     Args:
         population: The declared number of private records, at least 32.
         epsilon: The budget.
         delta: At most 1 / population.
         epochs: Passes over the private records, above 0.
+        fewest_steps: The steps that the model needs, even if they cost noise.
     """
     sizes = [SMALLEST_BATCH]
     while 2 * sizes[-1] < population:
@@ -52,7 +56,7 @@ def best_batch(*, population: int, epsilon: float, delta: float, epochs: float) 
     for size in reversed(enough):  # from the largest: with less and less noise per step, until it grows in all
         plan = _rough_plan(population=population, epsilon=epsilon, delta=delta, epochs=epochs, batch_size=size)
         plans.append(plan)
-        if _per_root(plans[-1]) > 2 * min(map(_per_root, plans)):
+        if plan.steps >= fewest_steps and _per_root(plan) > 2 * min(map(_per_root, plans)):
             break
     least = min(map(_per_root, plans))
     options = [
@@ -64,7 +68,10 @@ def best_batch(*, population: int, epsilon: float, delta: float, epochs: float) 
         )
         for plan in reversed(plans)
     ]
-    chosen = min((p for p in plans if _per_root(p) <= _WITHIN * least), key=lambda p: p.expected_batch_size)
+    quiet = [plan for plan in plans if _per_root(plan) <= _WITHIN * least]
+    chosen = quiet[-1]
+    if chosen.steps < fewest_steps:
+        chosen = next((plan for plan in plans if plan.steps >= fewest_steps), plans[-1])
     return round(chosen.expected_batch_size), tuple(options)
 
 

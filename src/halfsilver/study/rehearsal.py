@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfsilver.errors import ConfigError, require
-from halfsilver.mirror import Geometry, Whitened
+from halfsilver.mirror import Finish, Geometry, Whitened
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.study.arena import rows_at
 from halfsilver.study.run import per_example
@@ -144,9 +144,19 @@ class Rehearsed:
 
 
 def rehearse(
-    trainer: Trainer, public: Any, held_out: Any, *, geometry: Geometry | None, lr_factor: float, steps: int
+    trainer: Trainer,
+    public: Any,
+    held_out: Any,
+    *,
+    geometry: Geometry | None,
+    lr_factor: float,
+    steps: int,
+    finish: Finish | None = None,
 ) -> Rehearsed:
-    """A short run on one half of the held-out rows under the plan's noise; loss and the trainer's metrics of both."""
+    """A short run on one half of the held-out rows under the plan's noise; loss and the trainer's metrics of both.
+
+    With `finish`, the last step is fitted to both halves.
+    """
     plan, rows = trainer.plan, len(PublicRows(held_out))
     if plan.unit != "example":
         raise ConfigError("Expected a plan for examples: a rehearsal for users needs public users.")
@@ -161,11 +171,13 @@ def rehearse(
     copied = _copy(trainer, shorter, geometry, lr_factor)
     with tempfile.TemporaryDirectory(prefix="halfsilver-") as folder:
         copied.fit(rows_at(held_out, stand_in), public, run_dir=folder)
-    metrics = {"loss": copied.loss_fn, **trainer.metrics}
+    model, metrics = copied.model, {"loss": copied.loss_fn, **trainer.metrics}
+    if finish is not None and _mean(per_example(model, copied.loss_fn, held_out)) < math.inf:
+        model = finish.fit(model, copied.loss_fn, held_out).model
     seen, unseen = (rows_at(held_out, part) for part in (order[:half], order[half:]))
     return Rehearsed(
-        seen={name: per_example(copied.model, fn, seen) for name, fn in metrics.items()},
-        unseen={name: per_example(copied.model, fn, unseen) for name, fn in metrics.items()},
+        seen={name: per_example(model, fn, seen) for name, fn in metrics.items()},
+        unseen={name: per_example(model, fn, unseen) for name, fn in metrics.items()},
     )
 
 
