@@ -460,6 +460,7 @@ class _Rehearsals:
                 geometry=point.geometry,
                 lr_factor=_RATE_STEP**point.place,
                 steps=self.steps,
+                lr_end=LR_END,
                 finish=self.finish,
             )
         return _middle(self.done[point])[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror import Finish, Geometry, Whitened
 from halfsilver.mirror.rows import PublicRows
+from halfsilver.mirror.schedules import falling
 from halfsilver.study.arena import rows_at
 from halfsilver.study.run import per_example
 from halfsilver.trainer import Trainer
@@ -151,11 +152,13 @@ def rehearse(
     geometry: Geometry | None,
     lr_factor: float,
     steps: int,
+    lr_end: float = 1.0,
     finish: Finish | None = None,
 ) -> Rehearsed:
     """A short run on one half of the held-out rows under the plan's noise; loss and the trainer's metrics of both.
 
-    With `finish`, the last step is fitted to both halves.
+    The learning rate falls along a cosine to `lr_end` times its first value. With `finish`, the last step is fitted to
+    both halves.
     """
     plan, rows = trainer.plan, len(PublicRows(held_out))
     if plan.unit != "example":
@@ -168,7 +171,7 @@ def rehearse(
     stand_in = order[:half].repeat(math.ceil(fewest / half))
     rate = min(1.0, plan.expected_batch_size / len(stand_in))
     shorter = replace(plan, steps=steps, spare_steps=0, sampling_rate=rate)
-    copied = _copy(trainer, shorter, geometry, lr_factor)
+    copied = _copy(trainer, shorter, geometry, lr_factor, lr_end)
     with tempfile.TemporaryDirectory(prefix="halfsilver-") as folder:
         copied.fit(rows_at(held_out, stand_in), public, run_dir=folder)
     model, metrics = copied.model, {"loss": copied.loss_fn, **trainer.metrics}
@@ -181,7 +184,7 @@ def rehearse(
     )
 
 
-def _copy(trainer: Trainer, plan: Any, geometry: Geometry | None, factor: float) -> Trainer:
+def _copy(trainer: Trainer, plan: Any, geometry: Geometry | None, factor: float, lr_end: float) -> Trainer:
     """A trainer with a model and an optimizer of its own. All have the same noise, so differences are due to them."""
     model, optimizer = copy.deepcopy((trainer.model, trainer.optimizer))
     for group in optimizer.param_groups:
@@ -190,6 +193,7 @@ def _copy(trainer: Trainer, plan: Any, geometry: Geometry | None, factor: float)
         model,
         trainer.loss_fn,
         optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: falling(step / plan.steps, lr_end)),
         plan=plan,
         mirror=trainer.mirror,
         geometry=geometry,
