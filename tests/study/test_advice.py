@@ -256,3 +256,13 @@ def test_compute_in_minutes_is_measured() -> None:
     assert "minutes at the speed measured here" in str(found)
     with pytest.raises(ConfigError, match="one of the two"):
         hs.advise(model(), loss_fn, rows(100, 1), rows(60, 2), **asked)
+
+
+def test_compare_holds_out_a_third_of_few_public_rows(tmp_path: Path) -> None:
+    """Of 90 rows that are 30, which are too few; said before anything is trained."""
+    with pytest.raises(ConfigError, match=r"held-out public rows=30 at least 40.*more public rows than 90"):
+        hs.compare(
+            model, loss_fn, rows(400, 0), rows(90, 1), rows(50, 5), epsilon=2.0, delta=1e-4, population=400, epochs=2,
+            methods="auto", out=tmp_path,
+        )  # fmt: skip
+    assert not list(tmp_path.rglob("*.safetensors"))

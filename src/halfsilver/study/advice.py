@@ -33,7 +33,7 @@ from halfsilver.trainer import Trainer
 
 Optimizer = Literal["SGD", "Adam"]
 
-_FEWEST_HELD_OUT = 40
+FEWEST_HELD_OUT = 40
 _FEWEST_STEPS = 500  # of a model with several trained layers, even if they cost noise
 _ROWS_AT_ONCE = 32
 _MOST_NORMS = 512
@@ -292,7 +292,7 @@ def advise(
     (True, True)
     """
     rows = PublicRows(held_out)
-    require(len(rows) >= _FEWEST_HELD_OUT, "number of held-out rows", len(rows), f"at least {_FEWEST_HELD_OUT}")
+    require(len(rows) >= FEWEST_HELD_OUT, "number of held-out rows", len(rows), f"at least {FEWEST_HELD_OUT}")
     given = {name: value for name, value in {"epochs": epochs, "minutes": minutes}.items() if value is not None}
     require(len(given) == 1, "epochs and minutes", given or None, "one of the two")
     for name, value in given.items():
@@ -520,7 +520,7 @@ def _some(held_out: Any, model: nn.Module, loss_fn: LossFn) -> Any:
         loss_fn(model, batch)
     of_a_row = max(1.0, counter.get_total_flops() / 2)
     half = min(_MOST_REHEARSED, int(_MOST_OPERATIONS / (_REHEARSED_STEPS * of_a_row)))
-    used = max(_FEWEST_HELD_OUT, 2 * half)
+    used = max(FEWEST_HELD_OUT, 2 * half)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:used]
     return held_out if len(rows) <= used else rows_at(held_out, order)
 

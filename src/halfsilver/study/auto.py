@@ -10,7 +10,7 @@ from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.pretrain import held_out_rows
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.runs.folder import read_json, write_json
-from halfsilver.study.advice import FINISH, GEOMETRY, LR_END, Advice, advise, average_for
+from halfsilver.study.advice import FEWEST_HELD_OUT, FINISH, GEOMETRY, LR_END, Advice, advise, average_for
 from halfsilver.study.arena import rows_at
 from halfsilver.study.jobs import Tell
 from halfsilver.study.method import PUBLIC, Method
@@ -63,8 +63,22 @@ def parts(problem: Problem, recipe: Recipe, seed: int) -> tuple[Any, Any]:
     """The public rows that pretraining uses, and those that it holds out."""
     share, why = recipe.pretrain.holdout, "Advice needs public rows that the start has not seen."
     require(share > 0, "pretrain.holdout of the recipe", share, "above 0", why)
-    train, held_out = held_out_rows(len(PublicRows(problem.public)), share, seed)
+    rows = len(PublicRows(problem.public))
+    train, held_out = held_out_rows(rows, share, seed)
+    hint = f"Give more public rows than {rows}, or a recipe whose pretrain.holdout is above {share:.3g}. {why}"
+    require(
+        len(held_out) >= FEWEST_HELD_OUT, "held-out public rows", len(held_out), f"at least {FEWEST_HELD_OUT}", hint
+    )
     return rows_at(problem.public, train), rows_at(problem.public, held_out)
+
+
+def held_out_share(rows: int) -> float:
+    """The share of public rows to hold out for advice: a third of few rows, 400 of more, and a tenth of many.
+
+    >>> [round(rows * held_out_share(rows)) for rows in (150, 3000, 10_000)]
+    [50, 400, 1000]
+    """
+    return max(0.1, min(1 / 3, 400 / rows))
 
 
 def advised_study(

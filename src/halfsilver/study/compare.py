@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from halfsilver._core.tensors import LossFn
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.study.arena import SEARCH
-from halfsilver.study.auto import advised_study
+from halfsilver.study.auto import advised_study, held_out_share
 from halfsilver.study.jobs import Tell
 from halfsilver.study.method import METHODS, Method, resolve
 from halfsilver.study.problem import Augment, Grid, Pretrain, Problem, Recipe, Setting
@@ -116,7 +116,12 @@ def compare(
     auto = isinstance(methods, str)
     require(not auto or methods == "auto", "methods", methods, "a sequence of methods, or 'auto'")
     require(not auto or batch_size is None, "batch_size", batch_size, "None with methods='auto', which chooses it")
-    recipe = _recipe(recipe, _ANY_BATCH if auto and recipe is None else batch_size, epochs)
+    if auto and recipe is None:
+        recipe = _recipe(None, _ANY_BATCH, epochs)
+        share = held_out_share(len(PublicRows(public)))
+        recipe = replace(recipe, pretrain=replace(recipe.pretrain, holdout=share))
+    else:
+        recipe = _recipe(recipe, batch_size, epochs)
     PublicRows(public).warn_if_many(population)
     problem = Problem(
         make_model=make_model,
