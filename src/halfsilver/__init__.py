@@ -10,38 +10,42 @@ import importlib as _importlib
 import typing as _typing
 import warnings as _warnings
 
-from halfsilver import audit as _deprecated_path  # noqa: F401 - before the function of that name
-from halfsilver import errors, mirror, opacus, selection, study, trainer  # noqa: F401 - modules that the API page names
-from halfsilver._core.views import views
-from halfsilver.auditing import audit
-from halfsilver.errors import HalfsilverError
-from halfsilver.mirror import (
-    Bregman,
-    DualAveraging,
-    Euclidean,
-    FallBack,
-    Finish,
-    FirstOrder,
-    PublicLoss,
-    Quadratic,
-    Whitened,
-    chain,
-    clip_released,
-    cosine,
-)
-from halfsilver.privacy.clip_norm import private_clip_norm
-from halfsilver.privacy.data import PrivateData
-from halfsilver.privacy.gradients import Performance
-from halfsilver.privacy.ledger import Budget, Ledger
-from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.privacy.released_metrics import Release
-from halfsilver.probing import FineTune, head
-from halfsilver.selection import select
-from halfsilver.study.advice import advise
-from halfsilver.study.compare import compare
-from halfsilver.study.method import Method
-from halfsilver.study.problem import Recipe
-from halfsilver.trainer import Trainer
+import halfsilver.audit  # a deprecated path, imported before the function of that name so that it cannot replace it
+
+del halfsilver.audit, halfsilver
+
+if _typing.TYPE_CHECKING:
+    from halfsilver import errors, mirror, opacus, selection, study, trainer  # noqa: F401 - that the API page names
+    from halfsilver._core.views import views
+    from halfsilver.auditing import audit
+    from halfsilver.errors import HalfsilverError
+    from halfsilver.mirror import (
+        Bregman,
+        DualAveraging,
+        Euclidean,
+        FallBack,
+        Finish,
+        FirstOrder,
+        PublicLoss,
+        Quadratic,
+        Whitened,
+        chain,
+        clip_released,
+        cosine,
+    )
+    from halfsilver.privacy.clip_norm import private_clip_norm
+    from halfsilver.privacy.data import PrivateData
+    from halfsilver.privacy.gradients import Performance
+    from halfsilver.privacy.ledger import Budget, Ledger
+    from halfsilver.privacy.plan import PrivacyPlan
+    from halfsilver.privacy.released_metrics import Release
+    from halfsilver.probing import FineTune, head
+    from halfsilver.selection import select
+    from halfsilver.study.advice import advise
+    from halfsilver.study.compare import compare
+    from halfsilver.study.method import Method
+    from halfsilver.study.problem import Recipe
+    from halfsilver.trainer import Trainer
 
 __all__ = [
     "Bregman",
@@ -76,6 +80,54 @@ __all__ = [
     "views",
 ]
 
+# Where each name is. It is imported when it is first used, so a command that needs no torch does not wait for it.
+_HOMES = {
+    "_core.views": ("views",),
+    "auditing": ("audit",),
+    "errors": ("HalfsilverError",),
+    "mirror": (
+        "Bregman",
+        "DualAveraging",
+        "Euclidean",
+        "FallBack",
+        "Finish",
+        "FirstOrder",
+        "PublicLoss",
+        "Quadratic",
+        "Whitened",
+        "chain",
+        "clip_released",
+        "cosine",
+    ),
+    "privacy.clip_norm": ("private_clip_norm",),
+    "privacy.data": ("PrivateData",),
+    "privacy.gradients": ("Performance",),
+    "privacy.ledger": ("Budget", "Ledger"),
+    "privacy.plan": ("PrivacyPlan",),
+    "privacy.released_metrics": ("Release",),
+    "probing": ("FineTune", "head"),
+    "selection": ("select",),
+    "study.advice": ("advise",),
+    "study.compare": ("compare",),
+    "study.method": ("Method",),
+    "study.problem": ("Recipe",),
+    "trainer": ("Trainer",),
+}
+_MODULES = (
+    "auditing",
+    "errors",
+    "features",
+    "mirror",
+    "opacus",
+    "privacy",
+    "probing",
+    "runs",
+    "selection",
+    "study",
+    "trainer",
+)
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
 _MOVED = {
     "BudgetExceeded": "errors.BudgetExceeded",
     "Comparison": "study.Comparison",
@@ -89,12 +141,22 @@ _MOVED = {
 if not _typing.TYPE_CHECKING:  # a type checker then still knows which names there are
 
     def __getattr__(name: str) -> _typing.Any:
-        if name not in _MOVED:
+        if name in _HOME:
+            value = getattr(_importlib.import_module(f"halfsilver.{_HOME[name]}"), name)
+        elif name in _MODULES:
+            value = _importlib.import_module(f"halfsilver.{name}")
+        elif name in _MOVED:
+            _warnings.warn(
+                f"halfsilver.{name} is halfsilver.{_MOVED[name]} now; the old name goes in version 0.3.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            module, _, attribute = f"halfsilver.{_MOVED[name]}".rpartition(".")
+            return getattr(_importlib.import_module(module), attribute)
+        else:
             raise AttributeError(f"module 'halfsilver' has no attribute {name!r}")
-        _warnings.warn(
-            f"halfsilver.{name} is halfsilver.{_MOVED[name]} now; the old name goes in version 0.3.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        module, _, attribute = f"halfsilver.{_MOVED[name]}".rpartition(".")
-        return getattr(_importlib.import_module(module), attribute)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_MODULES})

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from halfsilver import auditing
-
 
 def __getattr__(name: str) -> Any:
+    from halfsilver import auditing  # here, because every import of the library imports this file
+
     if name.startswith("__") or not hasattr(auditing, name):
         raise AttributeError(f"module 'halfsilver.audit' has no attribute {name!r}")
     warnings.warn(

@@ -7,11 +7,13 @@ import math
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from halfsilver.__main__ import main
 from halfsilver.errors import ConfigError, MissingExtra, require
-from halfsilver.privacy.plan import PrivacyPlan
+
+if TYPE_CHECKING:
+    from halfsilver.privacy.plan import PrivacyPlan
 
 try:
     import typer
@@ -62,6 +64,8 @@ def epsilon(
     as_json: Json = False,
 ) -> None:
     """Compute the epsilon of a run, by PLD (tight, the one to report) and by RDP (as in older papers)."""
+    from halfsilver.privacy.plan import PrivacyPlan
+
     plan = PrivacyPlan(
         steps=steps, sampling_rate=sampling_rate, expected_batch_size=1.0, noise_multiplier=noise_multiplier
     )
@@ -92,6 +96,8 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Compute the smallest noise that keeps a run within epsilon."""
+    from halfsilver.privacy.plan import PrivacyPlan
+
     if sampling_rate is None:
         plan = PrivacyPlan.calibrate(
             epsilon=epsilon,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from halfsilver.auditing.report import AuditReport
 from halfsilver.cli.studies import Data, Epsilon, Json, RecipeName, data_folder
+
+if TYPE_CHECKING:
+    from halfsilver.auditing.report import AuditReport
 
 
 def audit(

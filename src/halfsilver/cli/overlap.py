@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halfsilver.overlap.files import outside_run_folders, overlap_of_files
-from halfsilver.overlap.text import MIN_WORDS
+from halfsilver.cli.names import MIN_WORDS
 
 FOUND = 3
 _ROWS = {"compared": "records compared", "left_aside": "skipped (short or empty)", "exact": "with an exact copy"}
@@ -38,6 +37,8 @@ def overlap(
 
     Exit code: 0 no copies, 3 copies detected, 2 nothing to compare or wrong usage.
     """
+    from halfsilver.overlap.files import outside_run_folders, overlap_of_files
+
     if out is not None:
         outside_run_folders(out)
     found = overlap_of_files(private, public, similarity=similarity, min_words=min_words)

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from halfsilver.cli.names import ALL_METHODS, METHODS
 from halfsilver.errors import ConfigError
-from halfsilver.study.method import NAMES, REGISTERED, registered
 from halfsilver.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def compare(
     recipe: RecipeName = "workstation",
     seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
     cold_seeds: Annotated[int | None, typer.Option(help="Runs of cold, where fewer are enough; 0: without it.")] = None,
-    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(REGISTERED)}, with commas; or auto.")] = ",".join(
-        NAMES
+    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(ALL_METHODS)}, with commas; or auto.")] = ",".join(
+        METHODS
     ),
     search: Annotated[str, typer.Option(help="public: no private row is used; paper: on set-aside rows.")] = "public",
     quick: Annotated[bool, typer.Option(help="2 epochs, 3 learning rates, 1 alpha; not for publication.")] = False,
@@ -141,7 +141,7 @@ def advise(
 
 def run(
     task: Annotated[str, typer.Argument(help="A task, or one of its recipes such as cifar10-eps3.51.")],
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(REGISTERED)}.")] = NAMES[-1],
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(ALL_METHODS)}.")] = METHODS[-1],
     epsilon: Epsilon = None,
     delta: Delta = None,
     learning_rate: Annotated[float | None, typer.Option(help="Default: the middle of the recipe's grid.")] = None,
@@ -154,8 +154,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """One method, one run: progress, a run folder, and a report."""
-    trains = registered(method).trains
+    from halfsilver.study.method import registered
     from halfsilver.tasks.named import run_of_task
+
+    trains = registered(method).trains
 
     result = run_of_task(
         task,
