@@ -207,7 +207,7 @@ def test_an_answer_that_is_no_has_exit_code_1(
     def refuse(**_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("halfsilver.cli.app.PrivacyPlan", refuse)
+    monkeypatch.setattr("halfsilver.privacy.plan.PrivacyPlan", refuse)
     assert ended(*EPSILON, "1") == 1
     assert capsys.readouterr().err == f"halfsilver: {error}\n"
 
