@@ -27,7 +27,7 @@ from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.runs.progress import telling
 from halfsilver.study.arena import rows_at
 from halfsilver.study.batches import FEWEST_STEPS, SMALLEST_BATCH, BatchOption, best_batch, end_noise
-from halfsilver.study.rehearsal import Rehearsed, rehearse
+from halfsilver.study.rehearsal import Rehearsed, rehearse, rehearse_noise
 from halfsilver.study.run import per_example
 from halfsilver.trainer import Trainer
 
@@ -40,6 +40,8 @@ _MOST_NORMS = 512
 _REHEARSED_STEPS = 30
 _MOST_REHEARSED = 400  # rows of a rehearsal and as many to score
 _MOST_OPERATIONS = 1e11  # of the forward passes of a rehearsal: a large model is rehearsed on fewer rows
+_NOISE_STEPS, _NOISE_ROWS = 1000, 16  # of a rehearsal of the noise of a whole run; a large model has fewer steps
+_MOST_HARM = 1.3  # times the held-out loss of the start, after that rehearsal
 _RATE_STEP = math.sqrt(10)
 _MOST_RATES = 9
 _ADAM_RATE = 1e-3  # where the search for its learning rate begins
@@ -121,6 +123,8 @@ class Advice:
         plan: The privacy plan: batch, steps, noise and clip norm.
         optimizer: "SGD" or "Adam".
         learning_rate: Its learning rate, falling along a cosine to a tenth.
+        harm: What the noise of the whole run does to the held-out loss of the start, as a factor, where nothing is
+            learnt.
         geometry: `Whitened()` or None.
         finish: The last step after training, or None where the model does not return logits of classes.
         batches: All batch sizes that were compared.
@@ -137,6 +141,7 @@ class Advice:
     plan: PrivacyPlan
     optimizer: Optimizer
     learning_rate: float
+    harm: float
     geometry: Geometry | None
     finish: Finish | None
     batches: Sequence[BatchOption]
@@ -178,6 +183,7 @@ class Advice:
             "plan": self.plan.to_dict(),
             "optimizer": self.optimizer,
             "learning_rate": self.learning_rate,
+            "harm": self.harm,
             "geometry": _text(self.geometry),
             "finish": _text(self.finish),
             "batches": [asdict(option) for option in self.batches],
@@ -220,7 +226,8 @@ def in_words(advice: Advice) -> dict[str, str]:
         + ("the third quartile" if advice.finish is None else "the median (or a tenth of the third quartile)")
         + " of gradient norms of held-out public rows.",
         "Learning rate": f"{advice.learning_rate:.3g} for {advice.optimizer}, falling to a tenth. Public loss after "
-        f"{advice.rehearsed_steps} steps under this noise: {loss:.4g}, at the start {start.held_out_loss:.4g}.",
+        f"{advice.rehearsed_steps} steps under this noise: {loss:.4g}, at the start {start.held_out_loss:.4g}. The noise of "
+        f"the whole run alone would multiply the loss by {advice.harm:.2f}.",
         "Geometry": f"{'none' if advice.geometry is None else repr(advice.geometry)}. Loss of the other "
         f"kinds of rehearsal at their best: {'; '.join(ended) or 'none'}.",
         "Start": _about_start(start),
@@ -316,6 +323,7 @@ def advise(
         rehearsed = _some(held_out, model, loss_fn)
         search = _Rehearsals(model, loss_fn, public, rehearsed, plan, metrics or {}, finish, say)
         best = search.best()
+        long, harm = search.long(best)
         say("what more would bring")
         more: dict[str, dict[str, Any]] = {
             "twice the epsilon": {"epsilon": 2 * epsilon},
@@ -327,7 +335,8 @@ def advise(
         return Advice(
             plan=plan,
             optimizer=best.optimizer,
-            learning_rate=float(f"{search.rate(best):.3g}"),
+            learning_rate=float(f"{search.rate(long):.3g}"),
+            harm=harm,
             geometry=best.geometry,
             finish=finish,
             batches=batches,
@@ -384,6 +393,10 @@ class _Point:
     place: int
 
 
+def _same_kind(one: _Point, other: _Point) -> bool:
+    return (one.optimizer, one.geometry) == (other.optimizer, other.geometry)
+
+
 class _Rehearsals:
     """Rehearsals of one plan. Each is done once, and all have the same noise."""
 
@@ -408,6 +421,10 @@ class _Rehearsals:
         )
         self.public, self.held_out, self.finish, self.say = public, held_out, finish, say
         self.steps = min(plan.steps, _REHEARSED_STEPS)
+        self._plan_steps = plan.steps
+        self._noise_steps = min(plan.steps, _NOISE_STEPS, max(3 * half * _REHEARSED_STEPS // _NOISE_ROWS, self.steps))
+        before = per_example(model, loss_fn, held_out).double().mean()
+        self._start = float(before) if finish is None else finish.fit(model, loss_fn, held_out).loss_after
         self.done: dict[_Point, Rehearsed] = {}
         self._usual: dict[Optimizer, float] = {"SGD": 1 / plan.max_grad_norm, "Adam": _ADAM_RATE}
         self._trainers = {
@@ -437,6 +454,40 @@ class _Rehearsals:
             best = shaped if self._ahead(shaped, best) else best
         adam = self._lowest("Adam", None, 0)
         return adam if self._ahead(adam, best) else best
+
+    def long(self, best: _Point) -> tuple[_Point, float]:
+        """The rate for the whole run: the largest that learns as well, if the noise of the whole run lets it; its harm.
+
+        A rehearsal is short. Larger rates, which learn more in a long run, look as good in it; and noise that adds up
+        over a long run does not show. So take the largest rate within one standard error of the best, rehearse the
+        noise of the whole run on public rows, and go down from there until it does little harm.
+        """
+        largest = max((p for p in self.done if _same_kind(p, best) and not self._ahead(best, p)), key=lambda p: p.place)
+        for down in range(_MOST_RATES):
+            point = replace(largest, place=largest.place - down)
+            harm = self._harm(point, stable=largest)
+            if harm <= _MOST_HARM:
+                break
+        return point, harm
+
+    def _harm(self, point: _Point, stable: _Point) -> float:
+        """Held-out loss after the noise of the whole run, as a multiple of that of the start."""
+        room = 1.0 if point.optimizer == "Adam" else _RATE_STEP * self.rate(stable) / self.rate(point)
+        self.say(f"noise of the whole run at learning rate {self.rate(point):.3g}")
+        after = rehearse_noise(
+            self._trainers[point.optimizer],
+            self.public,
+            self.held_out,
+            geometry=point.geometry,
+            lr_factor=_RATE_STEP**point.place,
+            steps=self._noise_steps,
+            rows=_NOISE_ROWS,
+            pace=max(1.0, min(self._plan_steps / self._noise_steps, room)),
+            lr_end=LR_END,
+            average=average_for(self._noise_steps),
+            finish=self.finish,
+        )
+        return after / self._start
 
     def tried(self) -> list[Tried]:
         """All rehearsals."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfsilver._core.averaging import AverageKind
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror import Finish, Geometry, Whitened
 from halfsilver.mirror.rows import PublicRows
@@ -171,7 +172,7 @@ def rehearse(
     stand_in = order[:half].repeat(math.ceil(fewest / half))
     rate = min(1.0, plan.expected_batch_size / len(stand_in))
     shorter = replace(plan, steps=steps, spare_steps=0, sampling_rate=rate)
-    copied = _copy(trainer, shorter, geometry, lr_factor, lr_end)
+    copied = _copy(trainer, shorter, geometry, lr_factor, lr_end, trainer.average)
     with tempfile.TemporaryDirectory(prefix="halfsilver-") as folder:
         copied.fit(rows_at(held_out, stand_in), public, run_dir=folder)
     model, metrics = copied.model, {"loss": copied.loss_fn, **trainer.metrics}
@@ -184,7 +185,54 @@ def rehearse(
     )
 
 
-def _copy(trainer: Trainer, plan: Any, geometry: Geometry | None, factor: float, lr_end: float) -> Trainer:
+def rehearse_noise(
+    trainer: Trainer,
+    public: Any,
+    held_out: Any,
+    *,
+    geometry: Geometry | None,
+    lr_factor: float,
+    steps: int,
+    rows: int,
+    pace: float,
+    lr_end: float,
+    average: float,
+    finish: Finish | None,
+) -> float:
+    """What the noise of a long run does to a model: held-out loss after a run on the public rows themselves.
+
+    The start has learnt the public rows already, so hardly anything but the noise changes it. A step stands for `pace`
+    steps of the trainer's plan: the learning rate is as many times larger, and the noise smaller by the square root of
+    it. Where steps are small, neither the way nor the spread of the weights changes (Li et al. 2019). Each step has an
+    expected number of `rows` rows.
+
+    References:
+        Li et al. (2019), Stochastic Modified Equations and Dynamics of Stochastic Gradient Algorithms,
+        arXiv:1811.01558.
+    """
+    count, plan = len(PublicRows(public)), trainer.plan
+    # One row more than the public ones, as private rows are more; all are drawn where a step has as many.
+    stand_in = torch.arange(max(count + 1, rows)) % count
+    shorter = replace(
+        plan,
+        steps=steps,
+        spare_steps=0,
+        expected_batch_size=float(rows),
+        sampling_rate=rows / len(stand_in),
+        noise_multiplier=plan.noise_multiplier * rows / (plan.expected_batch_size * math.sqrt(pace)),
+    )
+    copied = _copy(trainer, shorter, geometry, lr_factor * pace, lr_end, average)
+    with tempfile.TemporaryDirectory(prefix="halfsilver-") as folder:
+        copied.fit(rows_at(public, stand_in), public, run_dir=folder)
+    losses = per_example(copied.model, copied.loss_fn, held_out)
+    if finish is None or _mean(losses) == math.inf:
+        return _mean(losses)
+    return finish.fit(copied.model, copied.loss_fn, held_out).loss_after
+
+
+def _copy(
+    trainer: Trainer, plan: Any, geometry: Geometry | None, factor: float, lr_end: float, average: AverageKind
+) -> Trainer:
     """A trainer with a model and an optimizer of its own. All have the same noise, so differences are due to them."""
     model, optimizer = copy.deepcopy((trainer.model, trainer.optimizer))
     for group in optimizer.param_groups:
@@ -199,7 +247,7 @@ def _copy(trainer: Trainer, plan: Any, geometry: Geometry | None, factor: float,
         geometry=geometry,
         public_loss_fn=trainer.public_loss_fn,
         public_batch_size=trainer.public_batch_size,
-        average=trainer.average,
+        average=average,
         performance=trainer.performance,
         skip_public_copies=False,
         unsafe_seed=0,
