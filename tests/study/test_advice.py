@@ -18,7 +18,7 @@ from halfsilver.mirror.rows import PublicRows
 from halfsilver.study import advice as module
 from halfsilver.study.advice import gradient_norms
 from halfsilver.study.batches import best_batch
-from halfsilver.study.rehearsal import Rehearsed
+from halfsilver.study.rehearsal import Rehearsed, rehearse_noise
 
 
 def loss_fn(model: Any, batch: Any) -> Tensor:
@@ -136,13 +136,46 @@ def test_a_large_model_is_rehearsed_on_fewer_rows(monkeypatch: pytest.MonkeyPatc
     assert len(module._some(data, model(), loss_fn)[1]) == 40
 
 
-def test_the_best_rehearsal_is_taken(advice: hs.study.Advice) -> None:
+def test_the_rate_is_one_of_the_best_rehearsals_and_its_noise_does_little_harm(advice: hs.study.Advice) -> None:
     own = [t for t in advice.tried if t.kind == (advice.optimizer, advice.geometry is None)]
     best = min(own, key=lambda t: t.loss)
-    assert advice.learning_rate == pytest.approx(best.learning_rate, rel=5e-3)
     assert best.loss < advice.start.held_out_loss
-    rates = sorted({t.learning_rate for t in own})
-    assert rates[0] < best.learning_rate < rates[-1]  # the search went past the best on both sides, or stopped there
+    assert min(t.learning_rate for t in own) < best.learning_rate
+    assert advice.learning_rate <= max(t.learning_rate for t in own)
+    assert advice.harm <= 1.3
+
+
+def noise_harm(*, noise: float, pace: float) -> float:
+    """Squared loss of a linear model, from its optimum of 0: 200 weights, 400 steps at pace 1."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, 200, generator=draw)
+    data = (x, torch.zeros(1000))
+    net = nn.Linear(200, 1, bias=False)
+    nn.init.constant_(net.weight, 1e-3)  # not 0, whose gradients no backend can be checked on
+    plan = hs.PrivacyPlan(
+        steps=400, sampling_rate=0.1, expected_batch_size=100.0, noise_multiplier=noise, max_grad_norm=100.0
+    )
+    trainer = hs.Trainer(
+        net,
+        lambda m, b: m(b[0])[:, 0].square(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=1e-3),
+        plan=plan,
+        progress=False,
+    )
+    return rehearse_noise(
+        trainer, data, data, geometry=None, lr_factor=1.0, steps=round(400 / pace), rows=50, pace=pace, lr_end=1.0,
+        average=None, finish=None,
+    )  # fmt: skip
+
+
+def test_the_noise_of_a_whole_run_at_a_higher_pace() -> None:
+    """From 0, each weight has variance lr s^2 (1 - exp(-4 lr t)) / 4 after t steps of size lr, where s is the noise on
+    the mean gradient, here 1, and 2 the curvature. The loss is the sum over 200 weights, whose mean is known to 10 %.
+    """
+    expected = 200 * 1e-3 * (1 - math.exp(-4 * 0.4)) / 4
+    assert noise_harm(noise=1.0, pace=1.0) == pytest.approx(expected, rel=0.3)
+    assert noise_harm(noise=1.0, pace=8.0) == pytest.approx(expected, rel=0.3)
+    assert noise_harm(noise=2.0, pace=8.0) > 2.5 * expected
 
 
 def test_what_more_would_bring(advice: hs.study.Advice) -> None:

@@ -226,8 +226,8 @@ def in_words(advice: Advice) -> dict[str, str]:
         + ("the third quartile" if advice.finish is None else "the median (or a tenth of the third quartile)")
         + " of gradient norms of held-out public rows.",
         "Learning rate": f"{advice.learning_rate:.3g} for {advice.optimizer}, falling to a tenth. Public loss after "
-        f"{advice.rehearsed_steps} steps under this noise: {loss:.4g}, at the start {start.held_out_loss:.4g}. The noise of "
-        f"the whole run alone would multiply the loss by {advice.harm:.2f}.",
+        f"{advice.rehearsed_steps} steps under this noise: {loss:.4g}, at the start {start.held_out_loss:.4g}. The "
+        f"noise of the whole run alone would multiply the loss by {advice.harm:.2f}.",
         "Geometry": f"{'none' if advice.geometry is None else repr(advice.geometry)}. Loss of the other "
         f"kinds of rehearsal at their best: {'; '.join(ended) or 'none'}.",
         "Start": _about_start(start),
@@ -260,7 +260,9 @@ def advise(
     norm is the median of gradient norms of held-out public rows (at least a tenth of their third quartile) for models
     that return logits, which a temperature calibrates after the run, and the third quartile for others. Optimizer,
     learning rate, and whether to use a geometry, come from rehearsals: short runs on one half of the held-out rows with
-    the noise of the plan. The score is the middle between the loss of these rows and that of the other half.
+    the noise of the plan. The score is the middle between the loss of these rows and that of the other half. The
+    learning rate is the largest within one standard error of the best; it is lowered until the noise of the whole run,
+    rehearsed on the public rows, multiplies the held-out loss by at most 1.3.
 
     Guarantee: no private row is read, so advice costs no privacy.
 
@@ -349,7 +351,9 @@ def advise(
             ),
             tried=search.tried(),
             rehearsed_steps=search.steps,
-            forecast=_forecasts(search.done[best], {"loss": loss_fn, **(metrics or {})}, model, held_out),
+            forecast=_forecasts(
+                search.done.get(long, search.done[best]), {"loss": loss_fn, **(metrics or {})}, model, held_out
+            ),
             less_noise={name: end_noise(**{**asked, **change}) / now for name, change in more.items()},
             seconds_per_row=seconds,
         )

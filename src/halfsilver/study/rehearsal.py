@@ -196,7 +196,7 @@ def rehearse_noise(
     rows: int,
     pace: float,
     lr_end: float,
-    average: float,
+    average: AverageKind,
     finish: Finish | None,
 ) -> float:
     """What the noise of a long run does to a model: held-out loss after a run on the public rows themselves.
