@@ -29,14 +29,16 @@ def finishes() -> str:
 def advised() -> str:
     """One row for each advised run on a benchmark task, beside the run of the recipe by hand."""
     lines = [
-        "| task, ε, seed | public start | by hand | advised | and a temperature | forecast of the loss |",
-        "|---" * 6 + "|",
+        "| task, ε, seed | public start | by hand | and a temperature | advised | and a temperature | forecast |",
+        "|---" * 7 + "|",
     ]
+    finished = {(one["epsilon"], one["seed"]): one["results"] for one in _records("finish", "finish-*-warm-*.json")}
     for record in _records("advised", "*.json"):
         found, hand, bounds = record["results"], record["by hand"], record["advice"]["forecast"]["loss"]
         cells = [
             _three(found["start"]),
             f"{hand['loss']:.3f}, {100 * hand['accuracy']:.2f} %",
+            _three(finished[record["epsilon"], record["seed"]]["temperature"]),
             _three(found["advised"]),
             _three(found["advised and finished"]),
             f"{bounds['expected']:.2f}, {bounds['low']:.2f} to {bounds['high']:.2f}",

@@ -136,13 +136,24 @@ def test_a_large_model_is_rehearsed_on_fewer_rows(monkeypatch: pytest.MonkeyPatc
     assert len(module._some(data, model(), loss_fn)[1]) == 40
 
 
-def test_the_rate_is_one_of_the_best_rehearsals_and_its_noise_does_little_harm(advice: hs.study.Advice) -> None:
+def test_the_rate_is_no_larger_than_those_of_good_rehearsals(advice: hs.study.Advice) -> None:
     own = [t for t in advice.tried if t.kind == (advice.optimizer, advice.geometry is None)]
     best = min(own, key=lambda t: t.loss)
     assert best.loss < advice.start.held_out_loss
     assert min(t.learning_rate for t in own) < best.learning_rate
     assert advice.learning_rate <= max(t.learning_rate for t in own)
-    assert advice.harm <= 1.3
+    assert advice.harm < 1
+
+
+def test_the_rate_goes_down_while_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = object.__new__(module._Rehearsals)
+    best = module._Point("SGD", None, 0)
+    far = module._Point("SGD", None, 1)
+    search.done = {best: Rehearsed(seen={}, unseen={}), far: Rehearsed(seen={}, unseen={})}
+    monkeypatch.setattr(search, "_ahead", lambda one, other: False, raising=False)
+    losses = {1: 4.0, 0: 2.0, -1: 1.25, -2: 1.1, -3: 0.1}
+    monkeypatch.setattr(search, "_harm", lambda point, stable: losses[point.place], raising=False)
+    assert search.long(best) == (module._Point("SGD", None, -1), 1.25)
 
 
 def noise_harm(*, noise: float, pace: float) -> float:

@@ -41,7 +41,7 @@ _REHEARSED_STEPS = 30
 _MOST_REHEARSED = 400  # rows of a rehearsal and as many to score
 _MOST_OPERATIONS = 1e11  # of the forward passes of a rehearsal: a large model is rehearsed on fewer rows
 _NOISE_STEPS, _NOISE_ROWS = 1000, 16  # of a rehearsal of the noise of a whole run; a large model has fewer steps
-_MOST_HARM = 1.3  # times the held-out loss of the start, after that rehearsal
+_WORTH = 1.2  # factor in the loss after that rehearsal for which the next lower rate is taken
 _RATE_STEP = math.sqrt(10)
 _MOST_RATES = 9
 _ADAM_RATE = 1e-3  # where the search for its learning rate begins
@@ -123,8 +123,8 @@ class Advice:
         plan: The privacy plan: batch, steps, noise and clip norm.
         optimizer: "SGD" or "Adam".
         learning_rate: Its learning rate, falling along a cosine to a tenth.
-        harm: What the noise of the whole run does to the held-out loss of the start, as a factor, where nothing is
-            learnt.
+        harm: Held-out loss after a rehearsal of the whole run on the public rows, as a multiple of that of the start.
+            Where the start knows the public rows, this is what the noise does.
         geometry: `Whitened()` or None.
         finish: The last step after training, or None where the model does not return logits of classes.
         batches: All batch sizes that were compared.
@@ -226,8 +226,8 @@ def in_words(advice: Advice) -> dict[str, str]:
         + ("the third quartile" if advice.finish is None else "the median (or a tenth of the third quartile)")
         + " of gradient norms of held-out public rows.",
         "Learning rate": f"{advice.learning_rate:.3g} for {advice.optimizer}, falling to a tenth. Public loss after "
-        f"{advice.rehearsed_steps} steps under this noise: {loss:.4g}, at the start {start.held_out_loss:.4g}. The "
-        f"noise of the whole run alone would multiply the loss by {advice.harm:.2f}.",
+        f"{advice.rehearsed_steps} steps under this noise: {loss:.4g}, at the start {start.held_out_loss:.4g}. A "
+        f"rehearsal of the whole run on public rows multiplies the held-out loss by {advice.harm:.2f}.",
         "Geometry": f"{'none' if advice.geometry is None else repr(advice.geometry)}. Loss of the other "
         f"kinds of rehearsal at their best: {'; '.join(ended) or 'none'}.",
         "Start": _about_start(start),
@@ -261,8 +261,8 @@ def advise(
     that return logits, which a temperature calibrates after the run, and the third quartile for others. Optimizer,
     learning rate, and whether to use a geometry, come from rehearsals: short runs on one half of the held-out rows with
     the noise of the plan. The score is the middle between the loss of these rows and that of the other half. The
-    learning rate is the largest within one standard error of the best; it is lowered until the noise of the whole run,
-    rehearsed on the public rows, multiplies the held-out loss by at most 1.3.
+    learning rate is the largest within one standard error of the best; it is lowered by factors of sqrt(10) while that
+    lowers the held-out loss after the whole run, rehearsed on the public rows, by a factor of 1.2 or more.
 
     Guarantee: no private row is read, so advice costs no privacy.
 
@@ -464,20 +464,23 @@ class _Rehearsals:
 
         A rehearsal is short. Larger rates, which learn more in a long run, look as good in it; and noise that adds up
         over a long run does not show. So take the largest rate within one standard error of the best, rehearse the
-        noise of the whole run on public rows, and go down from there until it does little harm.
+        whole run on public rows, and go down while that lowers its loss by much. A little is expected: the start knows
+        the public rows, so they show what noise costs and not what is learnt.
         """
-        largest = max((p for p in self.done if _same_kind(p, best) and not self._ahead(best, p)), key=lambda p: p.place)
-        for down in range(_MOST_RATES):
-            point = replace(largest, place=largest.place - down)
-            harm = self._harm(point, stable=largest)
-            if harm <= _MOST_HARM:
+        point = max((p for p in self.done if _same_kind(p, best) and not self._ahead(best, p)), key=lambda p: p.place)
+        highest, harm = point, self._harm(point, stable=point)
+        for _ in range(_MOST_RATES):
+            lower = replace(point, place=point.place - 1)
+            less = self._harm(lower, stable=highest)
+            if harm <= _WORTH * less:
                 break
+            point, harm = lower, less
         return point, harm
 
     def _harm(self, point: _Point, stable: _Point) -> float:
-        """Held-out loss after the noise of the whole run, as a multiple of that of the start."""
+        """Held-out loss after the whole run on public rows, as a multiple of that of the start."""
         room = 1.0 if point.optimizer == "Adam" else _RATE_STEP * self.rate(stable) / self.rate(point)
-        self.say(f"noise of the whole run at learning rate {self.rate(point):.3g}")
+        self.say(f"the whole run on public rows, at learning rate {self.rate(point):.3g}")
         after = rehearse_noise(
             self._trainers[point.optimizer],
             self.public,
