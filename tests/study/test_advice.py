@@ -151,7 +151,7 @@ def test_the_rate_goes_down_while_that_pays(monkeypatch: pytest.MonkeyPatch) -> 
     far = module._Point("SGD", None, 1)
     search.done = {best: Rehearsed(seen={}, unseen={}), far: Rehearsed(seen={}, unseen={})}
     monkeypatch.setattr(search, "_ahead", lambda one, other: False, raising=False)
-    losses = {1: 4.0, 0: 2.0, -1: 1.25, -2: 1.1, -3: 0.1}
+    losses = {1: math.inf, 0: 2.0, -1: 1.25, -2: 1.1, -3: 0.1}
     monkeypatch.setattr(search, "_harm", lambda point, stable: losses[point.place], raising=False)
     assert search.long(best) == (module._Point("SGD", None, -1), 1.25)
 

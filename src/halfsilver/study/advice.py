@@ -472,7 +472,7 @@ class _Rehearsals:
         for _ in range(_MOST_RATES):
             lower = replace(point, place=point.place - 1)
             less = self._harm(lower, stable=highest)
-            if harm <= _WORTH * less:
+            if harm < math.inf and harm <= _WORTH * less:
                 break
             point, harm = lower, less
         return point, harm
@@ -494,7 +494,7 @@ class _Rehearsals:
             average=average_for(self._noise_steps),
             finish=self.finish,
         )
-        return after / self._start
+        return after / max(self._start, 1e-12)
 
     def tried(self) -> list[Tried]:
         """All rehearsals."""
