@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 import halfsilver as hs
@@ -60,6 +63,58 @@ def test_the_mean_over_views_is_clipped(backend: str) -> None:
             loss_fn(model, (CHANGES[1](x[i : i + 1]), y[i : i + 1])).sum(), params)]).double() for i in range(6))
     )  # fmt: skip
     assert float((actual - torch.as_tensor(clipped_apart)).norm()) > 0.1 * clip
+
+
+class Words(nn.Module):
+    """Embedding, recurrent and linear layers over time: few and many terms beside the size of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.recurrent = nn.Embedding(50, 6), nn.LSTM(6, 5, batch_first=True)
+        self.wide, self.narrow = nn.Linear(5, 40), nn.Linear(40, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.narrow(self.wide(self.recurrent(self.embedding(tokens))[0])).mean(1)
+        return out
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 5), steps=st.integers(1, 7), k=st.integers(1, 5), seed=st.integers(0, 1000))
+def test_layers_over_time(rows: int, steps: int, k: int, seed: int) -> None:
+    """Book-keeping, which takes views one after the other, against vmap, which takes them together."""
+    torch.manual_seed(seed)
+    model, batch = Words(), (torch.randint(0, 50, (rows, steps)), torch.randint(0, 2, (rows,)))
+
+    def changes() -> Callable[[Batch], Batch]:
+        shifts = cycle(range(k))
+        return lambda batch: ((batch[0] + next(shifts)) % 50, batch[1])
+
+    def total(backend: str, clip: float) -> Tensor:
+        made = BACKENDS[backend](model, hs.views(loss_fn, changes(), k), batch)
+        return torch.cat([t.flatten().double() for t in made.clipped_sum(batch, clip).tensors])
+
+    for clip in (1e-2, 1e3):  # all are clipped, and none
+        torch.testing.assert_close(total("book", clip), total("vmap", clip), rtol=1e-3, atol=1e-5 * clip * rows)
+
+
+def test_memory_does_not_grow_with_the_number_of_views() -> None:
+    model, batch = model_and_rows()
+    seen: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    def changed(batch: Batch) -> Batch:
+        alive.append(sum(not storage.expired() for storage in seen))  # type: ignore[no-untyped-call]
+        view = batch[0].flip(-1)
+        seen.append(StorageWeakRef(view.untyped_storage()))  # type: ignore[no-untyped-call]
+        return view, batch[1]
+
+    loss = hs.views(loss_fn, changed, 8)
+    BACKENDS["book"](model, loss, batch).clipped_sum(batch, 1.0)
+    assert len(alive) == 8
+    assert max(alive) <= 1
+    # In one pass, as where another function hides that the loss has views, all of them are kept.
+    BACKENDS["book"](model, lambda model, batch: loss(model, batch), batch).clipped_sum(batch, 1.0)
+    assert max(alive) >= 7
 
 
 def test_a_run_with_views(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
 
 The network of CIFAR-10 on 64 records, one thread. A view mirrors an image at random. Steps with different numbers of
 views take turns, and ratios are taken within a repetition, of processor time. `per view` is the ratio to a step with
-one view, divided by the number of views.
+one view, divided by the number of views. `peak MB` is the memory of two steps above that of the idle process, each in a
+fresh process, with 32 records at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -19,16 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import halfsilver as hs
 from benchmarks.show import show
 from benchmarks.speed.__main__ import circumstances
 from benchmarks.speed.contenders import Options
 from benchmarks.speed.contenders.ours import Ours
+from benchmarks.speed.memory import peak_above_idle
 from benchmarks.speed.models import Workload, workload
+from benchmarks.speed.race import build
+from halfsilver._core.tensors import LossFn
+from halfsilver.privacy.gradients import Performance
 
-ROWS = 64
+ROWS, PIECE = 64, 32
 
 
 def mirrored(batch: Any) -> Any:
@@ -43,16 +49,41 @@ class Viewed(Workload):
 
     views: int = 1
 
-    def loss_fn(self, model: Any, batch: Any) -> Tensor:
-        return hs.views(super().loss_fn, mirrored, self.views)(model, batch)
+    @property
+    def loss_fn(self) -> LossFn:
+        return hs.views(super().loss_fn, mirrored, self.views)
 
 
-def stepper(views: int) -> Ours:
+class InPieces(Ours):
+    """With so many records at once, whatever is fastest, because memory goes with their number."""
+
+    def _speed(self, options: Options) -> Performance:
+        return Performance(micro_batch_size=PIECE)
+
+
+def stepper(views: int, kind: type[Ours] = Ours) -> Ours:
     plain = workload("cifar")
     parts = {field.name: getattr(plain, field.name) for field in fields(plain)}
     inputs, labels = plain.batch
     task = Viewed(**{**parts, "batch": (inputs[:ROWS], labels[:ROWS])}, views=views)
-    return Ours(task, task.model(), Options())
+    return kind(task, task.model(), Options())
+
+
+def peak(views: int) -> float:
+    """Of this process, which must not have trained the network before."""
+
+    def steps() -> None:
+        ours = stepper(views, InPieces)
+        ours.step()
+        ours.step()
+
+    build("halfsilver", workload("tiny"), Options()).step()  # libraries load parts of themselves at their first use
+    return peak_above_idle(steps)
+
+
+def in_fresh_process(views: int) -> float:
+    command = [sys.executable, "-m", "benchmarks.speed.views", "--peak-of", str(views)]
+    return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def cost(numbers: Sequence[int], reps: int) -> list[dict[str, Any]]:
@@ -88,9 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--peak-of", type=int, help="print the peak memory with so many views, and nothing else")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = cost(args.views, args.reps)
+    if args.peak_of:
+        print(peak(args.peak_of))
+        return
+    rows = [row | {"peak MB": round(in_fresh_process(row["views"]))} for row in cost(args.views, args.reps)]
     result = {"rows": rows, **circumstances(threads=1, reps=args.reps)}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -480,7 +480,7 @@ def test_renormalising_embeddings_are_refused() -> None:
 def test_gram_matrices_of_many_rows_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = torch.randn(7, 5, 3), torch.randn(7, 5, 4)
     whole = Outer(left, right, (3, 4)).norms()
-    monkeypatch.setattr("halfsilver.privacy.gradients.book.outer._LARGEST", 4 * 25 * 2)
+    monkeypatch.setattr("halfsilver.privacy.gradients.book.outer.LARGEST", 4 * 25 * 2)
     parts = Outer(left, right, (3, 4)).norms()
     torch.testing.assert_close(parts.squared, whole.squared)
     torch.testing.assert_close(parts.slack, whole.slack)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ def views(loss_fn: LossFn, augment: Callable[[Batch], Batch], k: int) -> LossFn:
     """The mean loss over `k` augmented views of each record, to be given to `Trainer` as its loss.
 
     The gradient of a record is then the mean over its views, *before* it is clipped. A record still contributes one
-    clipped gradient, so epsilon does not change. Time and memory of a step grow with `k`; a smaller
-    ``Performance(micro_batch_size=)`` keeps the memory as it was.
+    clipped gradient, so epsilon does not change. The time of a step grows with `k`. Views are computed one after the
+    other, so its memory does not, unless the model needs a backend other than "book".
 
     Guarantee: the sensitivity is that of one record, if `augment` changes each record by itself. One that blends
     records is found on made-up rows and refused before a private row is read.
@@ -58,15 +59,27 @@ def views(loss_fn: LossFn, augment: Callable[[Batch], Batch], k: int) -> LossFn:
     torch.Size([3])
     """
     require(k >= 1, "k", k, "at least 1")
-
-    def mean_loss(model: Any, batch: Batch) -> Tensor:
-        change = _same if _unchanged.get() else augment
-        # Copies, because an augmentation may write into its input.
-        losses = [loss_fn(model, change(map_batch(torch.clone, batch))) for _ in range(k)]
-        return torch.stack(losses).mean(0)
-
-    return mean_loss
+    return Views(loss_fn, augment, k)
 
 
-def _same(batch: Batch) -> Batch:
-    return batch
+@final
+@dataclass(frozen=True)
+class Views:
+    """The loss function that `views` returns: the mean of `k` losses of one view each."""
+
+    loss_fn: LossFn
+    augment: Callable[[Batch], Batch]
+    k: int
+
+    def __call__(self, model: Any, batch: Batch) -> Tensor:
+        return torch.stack([self.share(model, batch) for _ in range(self.k)]).sum(0)
+
+    def share(self, model: Any, batch: Batch) -> Tensor:
+        """What one more view adds to the mean."""
+        batch = map_batch(torch.clone, batch)  # an augmentation may write into its input
+        return self.loss_fn(model, batch if _unchanged.get() else self.augment(batch)) / self.k
+
+
+def by_view(loss_fn: LossFn) -> tuple[int, LossFn]:
+    """A number and a loss function that, called so many times, adds up to `loss_fn`."""
+    return (loss_fn.k, loss_fn.share) if isinstance(loss_fn, Views) else (1, loss_fn)

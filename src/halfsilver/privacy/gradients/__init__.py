@@ -9,14 +9,14 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from halfsilver._core.tensors import Batch, LossFn, batch_leaves, batch_rows, norm, take_rows
-from halfsilver._core.views import unchanged_views
+from halfsilver._core.views import Views, unchanged_views
 from halfsilver.errors import ConfigError, HalfsilverError, UnsupportedLayer, require
 from halfsilver.privacy.gradients.base import Adding, ClippedSum, GradientBackend, row_norms
 from halfsilver.privacy.gradients.book import BookKeeping
@@ -88,6 +88,8 @@ class Performance:
         """
         if self.autocast is None:
             return loss_fn
+        if isinstance(loss_fn, Views):  # stays one, because backends compute its views one after the other
+            return replace(loss_fn, loss_fn=self.precise(loss_fn.loss_fn))
 
         def loss(model: Any, batch: Batch) -> Tensor:
             device = batch_leaves(batch)[0].device.type

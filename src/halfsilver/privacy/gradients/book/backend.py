@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfsilver._core.tensors import Batch, LossFn, Tensors, batch_rows, map_batch, trainable
+from halfsilver._core.views import by_view
 from halfsilver.privacy.gradients.base import (
     Adding,
     ClippedSum,
@@ -47,7 +48,8 @@ class BookKeeping:
     name = "book"
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, example: Batch) -> None:
-        self._model, self._loss_fn = model, loss_fn
+        self._model = model
+        self._views, self._loss_fn = by_view(loss_fn)
         for p in trainable(model):
             require_weighable(p.dtype, self.name)
         self._kernels = kernels_for(model)
@@ -84,8 +86,11 @@ class BookKeeping:
         params = trainable(self._model)
         tape = Tape(batch_rows(batch), params[0].device)
         batch = map_batch(torch.Tensor.detach, batch)  # data that asks for a gradient would hide the first layer
-        with _patched(self._kernels, tape), torch.enable_grad():
-            tape.backward(self._loss_fn(self._model, batch), params)
+        for _ in range(self._views):
+            with _patched(self._kernels, tape), torch.enable_grad():
+                tape.backward(self._loss_fn(self._model, batch), params)
+            if self._views > 1:  # one after the other: the memory of a step does not grow with their number
+                tape.add_up()
         return tape.contributions(params)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -49,6 +49,15 @@ class ExampleGradients(Protocol):
         ...
 
 
+@runtime_checkable
+class Addable(Protocol):
+    """Gradients that can be added to others of their kind in the form that they have."""
+
+    def plus(self, other: ExampleGradients) -> ExampleGradients | None:
+        """The sums G_i + G'_i; None where `other` has another form, or the sum would be too large in this one."""
+        ...
+
+
 def one_by_one(contribution: ExampleGradients, weights: Tensor) -> Tensor:
     """The weighted sum of rows that are multiplied out one at a time, so that terms of different rows do not mix."""
     chosen = weights.nonzero().flatten().tolist()
@@ -73,6 +82,9 @@ class Materialised:
     def flat(self) -> Tensor:
         """[rows, numbers]"""
         return self._gradients.reshape(self.rows, -1)
+
+    def plus(self, other: ExampleGradients) -> Materialised | None:
+        return Materialised(self._gradients + other._gradients) if isinstance(other, Materialised) else None
 
     def norms(self) -> SquaredNorms:
         squared = row_norms([self._gradients]).square()

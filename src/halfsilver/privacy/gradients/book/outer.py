@@ -24,13 +24,19 @@ import torch
 from torch import Tensor
 
 from halfsilver.privacy.gradients.base import Adding, at_least_float32, row_norms
-from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients, Materialised, SquaredNorms, one_by_one
+from halfsilver.privacy.gradients.book.example_gradients import (
+    Addable,
+    ExampleGradients,
+    Materialised,
+    SquaredNorms,
+    one_by_one,
+)
 from halfsilver.privacy.gradients.book.tune import fastest
 
 # Width of factors, and number of terms, that are converted to float64 at once.
 _WIDTH, _TERMS = 1024, 512
 # Numbers of one Gram matrix, or of materialised gradients, that may exist at once: 256 MB in float32.
-_LARGEST = 2**26
+LARGEST = 2**26
 
 
 @final
@@ -74,6 +80,18 @@ class Outer:
     def of_rows(self, chosen: slice) -> Outer:
         left = OneHot(self.left.index[chosen], self.left.size) if isinstance(self.left, OneHot) else self.left[chosen]
         return Outer(left, self.right[chosen], self.shape)
+
+    def plus(self, other: ExampleGradients) -> Outer | None:
+        """The terms of both, if they are alike and no more numbers than the gradients themselves."""
+        if not isinstance(other, Outer) or isinstance(self.left, OneHot) != isinstance(other.left, OneHot):
+            return None
+        terms, width = self.right.shape[1] + other.right.shape[1], self.right.shape[2]
+        lefts = [part.left.index if isinstance(part.left, OneHot) else part.left for part in (self, other)]
+        if terms * (width + lefts[0][0, 0].numel()) > math.prod(self.shape):
+            return None
+        left = torch.cat(lefts, dim=1)
+        kind = OneHot(left, self.left.size) if isinstance(self.left, OneHot) else left
+        return Outer(kind, torch.cat([self.right, other.right], dim=1), self.shape)
 
     def norms(self) -> SquaredNorms:
         if self.right.shape[1] == 1:
@@ -120,15 +138,25 @@ class Outer:
         return out.reshape(len(right), *self.shape)
 
 
-def combine(parts: Sequence[ExampleGradients]) -> ExampleGradients:
+def combine(parts: Sequence[ExampleGradients], dtype: torch.dtype) -> ExampleGradients:
     """All uses of one parameter: one, or several where weights are tied or a module is called more than once."""
     outers = [part for part in parts if isinstance(part, Outer)]
     if len(parts) == 1:
         return _fastest(outers[0]) if outers else parts[0]
     if len(outers) == len(parts):
         return OuterSum(outers)
-    gradients = [part.gradients(slice(None), torch.float64) for part in parts]
-    return Materialised(torch.stack(gradients).sum(0))
+    return added(parts, dtype)
+
+
+def added(parts: Sequence[ExampleGradients], dtype: torch.dtype) -> ExampleGradients:
+    """The sum of all parts as one. Gradients that are multiplied out and added in `dtype` are rounded, but norm and sum
+    read the same numbers.
+    """
+    total = parts[0]
+    for part in parts[1:]:
+        alike = total.plus(part) if isinstance(total, Addable) else None
+        total = alike or Materialised(total.gradients(slice(None), dtype) + part.gradients(slice(None), dtype))
+    return total
 
 
 def _fastest(factors: Outer) -> ExampleGradients:
@@ -136,9 +164,9 @@ def _fastest(factors: Outer) -> ExampleGradients:
     left, right, entries = factors.left, factors.right, math.prod(factors.shape)
     rows, steps, width = right.shape
     ways: dict[str, Callable[[], ExampleGradients]] = {"gram": lambda: factors}
-    if steps > 1 and isinstance(left, Tensor) and rows * entries <= _LARGEST // 2:
+    if steps > 1 and isinstance(left, Tensor) and rows * entries <= LARGEST // 2:
         ways["multiply"] = lambda: Materialised(factors.gradients(slice(None), right.dtype))
-        if rows * steps**2 > _LARGEST or steps * (left.shape[2] + width) > entries:
+        if rows * steps**2 > LARGEST or steps * (left.shape[2] + width) > entries:
             ways = dict(reversed(ways.items()))
     return fastest(("outer", right.dtype, tuple(right.shape), factors.shape), ways)
 
@@ -169,7 +197,7 @@ class OuterSum:
 def _norms_of(parts: Sequence[Outer]) -> SquaredNorms:
     """|sum_k G_k|^2 and a bound on its rounding, over blocks of rows whose Gram matrices take bounded memory."""
     rows, longest = parts[0].rows, max(part.right.shape[1] for part in parts)
-    size = max(1, _LARGEST // (4 * longest**2))
+    size = max(1, LARGEST // (4 * longest**2))
     if rows <= size:
         return _norms_of_block(parts)
     blocks = [slice(i, i + size) for i in range(0, rows, size)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfsilver._core.tensors import Tensors
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients
-from halfsilver.privacy.gradients.book.outer import combine
+from halfsilver.privacy.gradients.book.outer import LARGEST, added, combine
 
 
 @final
@@ -56,11 +56,17 @@ class Tape:
             if any(g is not None for g in missed):
                 raise UnsupportedLayer("A weight is used outside of its module. Use backend='vmap'.")
 
+    def add_up(self) -> None:
+        """Replace what was noted for each parameter by its sum, unless that takes too much memory. Keeps no factors."""
+        for parameter, parts in self._found.items():
+            if self.rows * parameter.numel() <= LARGEST:
+                self._found[parameter] = [added(parts, parameter.dtype)]
+
     def contributions(self, parameters: Tensors) -> list[ExampleGradients | None]:
         """One contribution a parameter, over all uses of it; None where the losses do not depend on it."""
         if not self._found.keys() <= set(parameters):
             raise UnsupportedLayer("A module's weights were exchanged while it ran. Use backend='vmap'.")
-        return [combine(self._found[p]) if p in self._found else None for p in parameters]
+        return [combine(self._found[p], p.dtype) if p in self._found else None for p in parameters]
 
 
 class _Root(torch.autograd.Function):

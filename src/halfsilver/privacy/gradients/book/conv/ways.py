@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfsilver.privacy.gradients.base import Adding, row_norms, weighted_rows
-from halfsilver.privacy.gradients.book.example_gradients import SquaredNorms
+from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients, SquaredNorms
 
 # Numbers of one unfolded input: small enough to stay in a core's cache, and for malloc to use the memory again.
 _CACHED = 2**19
@@ -142,6 +142,13 @@ class Reordered:
     @property
     def rows(self) -> int:
         return self._parts.shape[1]
+
+    def plus(self, other: ExampleGradients) -> Reordered | None:
+        """In place: products are nobody else's, and a new tensor of this size costs as much as the addition."""
+        if not isinstance(other, Reordered) or other._parts.shape != self._parts.shape:
+            return None
+        self._parts.add_(other._parts)
+        return self
 
     def norms(self) -> SquaredNorms:
         squared = row_norms([self._parts.flatten(0, 1)]).square().view(-1, self.rows).sum(0)
