@@ -32,13 +32,14 @@ def advised() -> str:
         "| task, ε, seed | public start | by hand | and a temperature | advised | and a temperature | forecast |",
         "|---" * 7 + "|",
     ]
-    finished = {(one["epsilon"], one["seed"]): one["results"] for one in _records("finish", "finish-*-warm-*.json")}
+    of_emnist = {("emnist", one["epsilon"], one["seed"]): one for one in _records("finish", "finish-*-warm-*.json")}
     for record in _records("advised", "*.json"):
-        found, hand, bounds = record["results"], record["by hand"], record["advice"]["forecast"]["loss"]
+        found, bounds = record["results"], record["advice"]["forecast"]["loss"]
+        finished = of_emnist.get((record["task"], record["epsilon"], record["seed"]))
         cells = [
             _three(found["start"]),
-            f"{hand['loss']:.3f}, {100 * hand['accuracy']:.2f} %",
-            _three(finished[record["epsilon"], record["seed"]]["temperature"]),
+            _three(found.get("by hand", record["by hand"])),
+            _three(finished["results"]["temperature"] if finished else found.get("by hand and finished", {})),
             _three(found["advised"]),
             _three(found["advised and finished"]),
             f"{bounds['expected']:.2f}, {bounds['low']:.2f} to {bounds['high']:.2f}",
@@ -78,7 +79,10 @@ def _records(folder: str, pattern: str) -> list[dict[str, Any]]:
 
 
 def _three(figures: dict[str, float]) -> str:
-    return f"{figures['loss']:.3f}, {100 * figures['accuracy']:.2f} %, {figures['calibration error']:.3f}"
+    """Loss, accuracy and calibration error, as far as there are such figures."""
+    forms = {"loss": "{:.3f}", "accuracy": "{:.2%}", "calibration error": "{:.3f}"}
+    shown = [form.format(figures[name]).replace("%", " %") for name, form in forms.items() if name in figures]
+    return ", ".join(shown)
 
 
 def main() -> None:

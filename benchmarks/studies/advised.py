@@ -1,11 +1,14 @@
-"""The adviser against a recipe made by hand: the same start, rows, epsilon and number of epochs.
+r"""The adviser against a recipe made by hand: the same start, rows, epsilon and number of epochs.
 
     python -m benchmarks.studies.advised emnist --epsilon 0.48 --seed 0 --out DIR
+    python -m benchmarks.studies.advised cifar10 --recipe fifth --epsilon 3.51 --holdout 0.2 --pretrain-epochs 50 \
+        --hand 0.12 --out DIR
 
 Advice comes from the public rows that pretraining held out. Then one run is trained as advised, finished with a
 temperature from the same held-out rows, and scored on the test rows before and after. Beside it stands the run of
 `warm` with the same seed from the committed study of that task and epsilon, whose settings were made by hand and
-searched on public rows. Starts, runs and a ledger are kept in DIR, and a command that was killed resumes where it was.
+searched on public rows. With `--hand`, such a run is trained here, with the settings of the recipe and this learning
+rate. Starts, runs and a ledger are kept in DIR, and a command that was killed resumes where it was.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import os
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,12 @@ import halfsilver as hs
 from benchmarks.studies.finish import scores
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.runs.folder import read_json, versions, write_json
+from halfsilver.study.arena import make_plan
 from halfsilver.study.auto import advise_problem, parts
+from halfsilver.study.method import registered
+from halfsilver.study.problem import Problem, Recipe, Setting
+from halfsilver.study.run import Job, make_trainer, without_held_out
+from halfsilver.study.sides import private_side, public_side
 from halfsilver.study.start import load_start, make_start, new_model, precision
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
@@ -29,9 +38,17 @@ from halfsilver.tasks.source import TaskSource
 STUDIES = Path(__file__).parents[1] / "results" / "studies"
 
 
-def advised(task: str, recipe_name: str, epsilon: float, seed: int, out: Path, data: Path) -> dict[str, Any]:
+def advised(
+    task: str,
+    recipe: Recipe,
+    more: dict[str, Any],
+    epsilon: float,
+    seed: int,
+    out: Path,
+    data: Path,
+    hand: float | None,
+) -> dict[str, Any]:
     """Advice, the advised run, and its figures."""
-    recipe, more = load(task, recipe_name)
     problem = TaskSource.of(task, data, {**more.get("task", {}), "validation": 0})()
     delta = float(more["delta"])
     start = out / "start" / f"seed-{seed}.safetensors"
@@ -63,9 +80,12 @@ def advised(task: str, recipe_name: str, epsilon: float, seed: int, out: Path, d
         "advised": scores(model, problem),
         "advised and finished": {**scores(done.model, problem), "temperature": done.temperature},
     }
+    if hand is not None:
+        results |= _trained_by_hand(problem, recipe, epsilon, delta, seed, folder, start, out, hand)
     return {
         "task": task,
-        "recipe": recipe_name,
+        "recipe": recipe.name,
+        "pretrain": asdict(recipe.pretrain),
         "epsilon": epsilon,
         "delta": delta,
         "seed": seed,
@@ -74,6 +94,45 @@ def advised(task: str, recipe_name: str, epsilon: float, seed: int, out: Path, d
         "advice": {**advice.to_json(), "seconds": seconds, "norms": len(advice.norms)},
         "by hand": _by_hand(task, epsilon, seed),
         "results": results,
+    }
+
+
+def _trained_by_hand(
+    problem: Problem,
+    recipe: Recipe,
+    epsilon: float,
+    delta: float,
+    seed: int,
+    folder: Path,
+    start: Path,
+    out: Path,
+    lr: float,
+) -> dict[str, Any]:
+    job = Job(
+        method=replace(registered("warm"), finish=hs.Finish()),  # so that the held-out rows are left for it
+        seed=seed,
+        setting=Setting(lr),
+        folder=folder / "by-hand",
+        start=start,
+        ledger=out / "ledger.jsonl",
+        delta=delta,
+    )
+    rest, held_out = without_held_out(problem, recipe, job)
+    plan = make_plan(recipe, problem.population, epsilon, delta)
+    model = new_model(problem, seed)
+    load_start(model, start)
+    make_trainer(model, rest, recipe, job, plan).fit(
+        private_side(rest, recipe),
+        public_side(model, rest, recipe),
+        run_dir=job.folder,
+        ledger=job.ledger,
+        delta=delta,
+        test_every=plan.steps,
+    )
+    done = hs.Finish().fit(model, problem.loss_fn, held_out)
+    return {
+        "by hand": {**scores(model, problem), "learning rate": lr},
+        "by hand and finished": {**scores(done.model, problem), "temperature": done.temperature},
     }
 
 
@@ -94,8 +153,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--holdout", type=float, help="share of public rows to hold out, if not that of the recipe")
+    parser.add_argument("--pretrain-epochs", type=int, help="length of pretraining, if not that of the recipe")
+    parser.add_argument("--hand", type=float, help="also train by hand, with this learning rate")
     args = parser.parse_args()
-    record = advised(args.task, args.recipe, args.epsilon, args.seed, args.out, args.data)
+    recipe, more = load(args.task, args.recipe)
+    given = {"holdout": args.holdout, "epochs": args.pretrain_epochs}
+    pretrain = replace(recipe.pretrain, **{name: value for name, value in given.items() if value is not None})
+    recipe = replace(recipe, pretrain=pretrain)
+    record = advised(args.task, recipe, more, args.epsilon, args.seed, args.out, args.data, args.hand)
     write_json(args.out / f"{args.task}-eps{args.epsilon:g}-seed{args.seed}.json", record)
     print(json.dumps({"by hand": record["by hand"], **record["results"]}))
 
