@@ -6,6 +6,10 @@ One run of the workstation recipe, with the learning rate that the study of this
 rows that pretraining held out: neither the start nor the mirror sees them. Then several finishes are fitted to these
 rows, and each is scored on the test rows. Starts, the run and its ledger are kept in DIR, and a command that was killed
 resumes where it was. The figures go to DIR/finish-eps0.48-warm-seed0.json.
+
+The studies chose the learning rate by private runs, for which their epsilon does not pay. With `--paid-search 5` the
+run has the noise that it would have as one of 5 expected runs of `hs.select` which spend epsilon in all. It has the best
+learning rate from the outset, so it shows what such a search can hope for (DIR/paid-eps0.48-warm-seed0.json).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any
 from torch import nn
 
 import halfsilver as hs
+from halfsilver.privacy.selection import Selection
 from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import Arena, make_plan
 from halfsilver.study.calibration import calibration_error
@@ -40,7 +45,9 @@ FINISHES = {
 }
 
 
-def finish(epsilon: float, method: str, seed: int, out: Path, data: Path) -> dict[str, Any]:
+def finish(
+    epsilon: float, method: str, seed: int, out: Path, data: Path, trials: float | None = None
+) -> dict[str, Any]:
     """Train, or load what was trained, and finish in several ways."""
     chosen = read_json(STUDIES / f"emnist-eps{epsilon:g}.json")["choices"][method]["setting"]
     recipe, _ = load("emnist", "workstation")
@@ -51,13 +58,17 @@ def finish(epsilon: float, method: str, seed: int, out: Path, data: Path) -> dic
         method=registered(method),
         seed=seed,
         setting=Setting(chosen["lr"], chosen["alpha_end"]),
-        folder=out / f"eps{epsilon:g}-{method}-seed{seed}",
+        folder=out / f"{'finish' if trials is None else 'paid'}-eps{epsilon:g}-{method}-seed{seed}",
         start=start,
         ledger=out / "ledger.jsonl",
         delta=DELTA,
     )
     problem, held_out = without_held_out(whole, recipe, replace(job, method=replace(job.method, finish=hs.Finish())))
     plan = make_plan(recipe, problem.population, epsilon, DELTA)
+    if trials is not None:
+        asked: dict[str, Any] = {"population": plan.population, "batch_size": recipe.batch_size, "steps": plan.steps}
+        paid = Selection.calibrate(epsilon=epsilon, delta=DELTA, trials=trials, **asked)
+        plan = replace(plan, noise_multiplier=paid.each.noise_multiplier)
     run(Arena(problem=problem, plan=plan, spends=True), recipe, job, curve_points=0, progress=None)
     first, model = (new_model(problem, seed) for _ in range(2))
     for one in (first, model):
@@ -75,6 +86,7 @@ def finish(epsilon: float, method: str, seed: int, out: Path, data: Path) -> dic
         done = how.fit(model, problem.loss_fn, held_out, start=first)
         results[name] = {**scores(done.model, problem), "temperature": done.temperature, "share": done.share}
     about = {"epsilon": epsilon, "delta": DELTA, "method": method, "seed": seed, "setting": job.setting.to_json()}
+    about |= {"noise_multiplier": plan.noise_multiplier} | ({} if trials is None else {"expected runs": trials})
     return {**about, "held_out": len(held_out[1]), "versions": versions(), "results": results}
 
 
@@ -96,9 +108,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--paid-search", type=float, help="expected number of runs for which epsilon pays in all")
     args = parser.parse_args()
-    record = finish(args.epsilon, args.method, args.seed, args.out, args.data)
-    write_json(args.out / f"finish-eps{args.epsilon:g}-{args.method}-seed{args.seed}.json", record)
+    record = finish(args.epsilon, args.method, args.seed, args.out, args.data, args.paid_search)
+    kind = "finish" if args.paid_search is None else "paid"
+    write_json(args.out / f"{kind}-eps{args.epsilon:g}-{args.method}-seed{args.seed}.json", record)
     print(json.dumps(record["results"]))
 
 
