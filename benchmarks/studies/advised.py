@@ -6,9 +6,10 @@ r"""The adviser against a recipe made by hand: the same start, rows, epsilon and
 
 Advice comes from the public rows that pretraining held out. Then one run is trained as advised, finished with a
 temperature from the same held-out rows, and scored on the test rows before and after. Beside it stands the run of
-`warm` with the same seed from the committed study of that task and epsilon, whose settings were made by hand and
-searched on public rows. With `--hand`, such a run is trained here, with the settings of the recipe and this learning
-rate. Starts, runs and a ledger are kept in DIR, and a command that was killed resumes where it was.
+`warm` with the same seed from the committed study of that task and epsilon. Its settings were made by hand, and its
+learning rate was searched by private runs, for which that epsilon does not pay. With `--hand`, such a run is trained
+here, with the settings of the recipe and this learning rate. Starts, runs and a ledger are kept in DIR, and a command
+that was killed resumes where it was.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ rows, and each is scored on the test rows. Starts, the run and its ledger are ke
 resumes where it was. The figures go to DIR/finish-eps0.48-warm-seed0.json.
 
 The studies chose the learning rate by private runs, for which their epsilon does not pay. With `--paid-search 5` the
-run has the noise that it would have as one of 5 expected runs of `hs.select` which spend epsilon in all. It has the best
-learning rate from the outset, so it shows what such a search can hope for (DIR/paid-eps0.48-warm-seed0.json).
+run has the noise that it would have as one of 5 expected runs of `hs.select` which spend epsilon in all. It has the
+best learning rate from the outset, so it shows what such a search can hope for (DIR/paid-eps0.48-warm-seed0.json).
 """
 
 from __future__ import annotations
