@@ -80,11 +80,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row(*setting) for setting in SETTINGS]
     peers = {name: import_module("importlib.metadata").version(name) for name in ("jax", "jax-privacy")}
+    rows: list[dict[str, Any]] = []
     record = {"rows": rows, "buffers": BUFFERS, "versions": {**versions(), **peers}}
-    if args.out:
-        write_json(args.out, record)
+    for setting in SETTINGS:
+        rows.append(row(*setting))
+        if args.out:
+            write_json(args.out, record)
     shown = ["rounds", "separation", "independent", "banded", "banded, ratio", "BLT", "BLT, ratio", "BLT, seconds"]
     print(json.dumps(record)) if args.json else show("Error of prefix sums", rows, shown)
 

@@ -26,6 +26,7 @@ def test_each_task_has_a_workstation_recipe_and_the_two_of_the_paper() -> None:
         ("wikitext2", "workstation"), ("wikitext2", "eps15.7"), ("wikitext2", "eps1.71"), ("wikitext2", "ood"),
         ("cifar10", "short"), ("stackexchange", "workstation"), ("stackexchange", "paper"),
         ("cifar10", "fifth"), ("wikitext2", "fifth"), ("stackexchange", "fifth"),
+        ("cifar10", "paper"), ("emnist", "paper"),
     }  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def test_a_mistake_is_named(old: str, new: str, message: str) -> None:
 
 
 def test_an_unknown_recipe_is_told_which_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"recipe='eps9' of task 'emnist' in \('eps0.48', 'eps25.8', 'short', "):
+    with pytest.raises(ConfigError, match=r"recipe='eps9' of task 'emnist' in \('eps0.48', 'eps25.8', 'paper', "):
         load("emnist", "eps9")
 
 

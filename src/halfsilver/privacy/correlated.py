@@ -209,16 +209,16 @@ def inverse(column: Tensor) -> Tensor:
     found = column[:1] * 0 + 1
     while len(found) < len(column):
         size = min(2 * len(found), len(column))
-        rest = -_product(column[:size], found, size)
-        found = _product(found, torch.cat([rest[:1] + 2, rest[1:]]), size)
+        rest = -product(column[:size], found, size)
+        found = product(found, torch.cat([rest[:1] + 2, rest[1:]]), size)
     return found
 
 
-def _product(a: Tensor, b: Tensor, size: int) -> Tensor:
+def product(a: Tensor, b: Tensor, size: int) -> Tensor:
     """The first `size` terms of the product of two power series."""
     length = len(a) + len(b)
-    product: Tensor = torch.fft.irfft(torch.fft.rfft(a, length) * torch.fft.rfft(b, length), length)
-    return product[:size]
+    out: Tensor = torch.fft.irfft(torch.fft.rfft(a, length) * torch.fft.rfft(b, length), length)
+    return out[:size]
 
 
 def prefix_error(column: Tensor, participation: Participation, error: Error = "mean") -> Tensor:
