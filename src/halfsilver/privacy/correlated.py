@@ -26,6 +26,7 @@ References:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -270,8 +271,9 @@ def buffered(participation: Participation, *, buffers: int = 4, error: Error = "
     """
     require(1 <= buffers <= _MOST_BUFFERS, "buffers", buffers, f"in [1, {_MOST_BUFFERS}]")
     best: tuple[float, Tensor] | None = None
-    for rate in (2.0, 4.0, 8.0):  # starts: decays whose distance from 1 grows by this factor
-        gaps = rate ** torch.arange(2 * buffers, dtype=torch.float64) / (4 * participation.rounds)
+    for span, rate in itertools.product({participation.rounds, participation.separation}, (2.0, 4.0, 8.0)):
+        # Starts: decays whose distance from 1 begins with 1 / 4 span, and grows by this factor.
+        gaps = rate ** torch.arange(2 * buffers, dtype=torch.float64) / (4 * span)
         first = torch.logit((1 - gaps.clamp(max=0.9)).clamp(min=0.05))
         start = torch.cat([first[:1], torch.logit((first[1:].sigmoid() / first[:-1].sigmoid()).clamp(max=1 - 1e-6))])
 
