@@ -145,15 +145,27 @@ def test_the_rate_is_no_larger_than_those_of_good_rehearsals(advice: hs.study.Ad
     assert advice.harm < 1
 
 
-def test_the_rate_goes_down_while_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("logits", "start", "between", "expected"),
+    [
+        (False, 1.0, 1.15, -1),  # a factor of 1.2 per step: 1.25 against 1.1 is less, and so is half a step to 1.15
+        (False, 1.0, 1.13, -1.5),
+        (True, 0.8, 1.2, -1),  # 1/8 nat per step: 0.8 (1.25 - 1.1) is less, and so is half a step to 1.2
+        (True, 0.8, 1.15, -1.5),
+        (True, 5.0, 1.0, -3),  # the same multiples of a larger loss are more nats
+    ],
+)
+def test_the_rate_goes_down_while_that_pays(
+    monkeypatch: pytest.MonkeyPatch, logits: bool, start: float, between: float, expected: float
+) -> None:
     search = object.__new__(module._Rehearsals)
-    best = module._Point("SGD", None, 0)
-    far = module._Point("SGD", None, 1)
+    search.finish, search._start = module.FINISH if logits else None, start
+    best, far = module._Point("SGD", None, 0), module._Point("SGD", None, 1)
     search.done = {best: Rehearsed(seen={}, unseen={}), far: Rehearsed(seen={}, unseen={})}
     monkeypatch.setattr(search, "_ahead", lambda one, other: False, raising=False)
-    losses = {1: math.inf, 0: 2.0, -1: 1.25, -2: 1.1, -3: 0.1}
+    losses = {1: math.inf, 0: 2.0, -1: 1.25, -1.5: between, -2: 1.1, -3: 1.0, -3.5: 1.0, -4: 1.0}
     monkeypatch.setattr(search, "_harm", lambda point, stable: losses[point.place], raising=False)
-    assert search.long(best) == (module._Point("SGD", None, -1), 1.25)
+    assert search.long(best) == (module._Point("SGD", None, expected), losses[expected])
 
 
 def noise_harm(*, noise: float, pace: float) -> float:
