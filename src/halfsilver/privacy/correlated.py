@@ -266,7 +266,7 @@ def buffered(participation: Participation, *, buffers: int = 4, error: Error = "
     Example:
         >>> once = Participation(rounds=100, separation=100)
         >>> plain = prefix_error(torch.eye(100, dtype=torch.float64)[0], once)
-        >>> bool(prefix_error(buffered(once, buffers=2).column(100), once) < 0.3 * plain)
+        >>> bool(prefix_error(buffered(once, buffers=2).column(100), once) < 0.5 * plain)
         True
     """
     require(1 <= buffers <= _MOST_BUFFERS, "buffers", buffers, f"in [1, {_MOST_BUFFERS}]")

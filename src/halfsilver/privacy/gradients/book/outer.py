@@ -85,9 +85,9 @@ class Outer:
         """The terms of both, if they are alike and no more numbers than the gradients themselves."""
         if not isinstance(other, Outer) or isinstance(self.left, OneHot) != isinstance(other.left, OneHot):
             return None
-        terms, width = self.right.shape[1] + other.right.shape[1], self.right.shape[2]
         lefts = [part.left.index if isinstance(part.left, OneHot) else part.left for part in (self, other)]
-        if terms * (width + lefts[0][0, 0].numel()) > math.prod(self.shape):
+        terms = self.right.shape[1] + other.right.shape[1]
+        if terms * (self.right.shape[2] + math.prod(lefts[0].shape[2:])) > math.prod(self.shape):
             return None
         left = torch.cat(lefts, dim=1)
         kind = OneHot(left, self.left.size) if isinstance(self.left, OneHot) else left
