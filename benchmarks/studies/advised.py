@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import halfsilver as hs
-from benchmarks.studies.finish import scores
+from benchmarks.studies.finish import scores, train
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import make_plan
 from halfsilver.study.auto import advise_problem, parts
 from halfsilver.study.method import registered
 from halfsilver.study.problem import Problem, Recipe, Setting
-from halfsilver.study.run import Job, make_trainer, without_held_out
-from halfsilver.study.sides import private_side, public_side
+from halfsilver.study.run import Job, without_held_out
 from halfsilver.study.start import load_start, make_start, new_model, precision
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
@@ -122,14 +121,7 @@ def _trained_by_hand(
     plan = make_plan(recipe, problem.population, epsilon, delta)
     model = new_model(problem, seed)
     load_start(model, start)
-    make_trainer(model, rest, recipe, job, plan).fit(
-        private_side(rest, recipe),
-        public_side(model, rest, recipe),
-        run_dir=job.folder,
-        ledger=job.ledger,
-        delta=delta,
-        test_every=plan.steps,
-    )
+    train(model, rest, recipe, job, plan)
     done = hs.Finish().fit(model, problem.loss_fn, held_out)
     return {
         "by hand": {**scores(model, problem), "learning rate": lr},

@@ -29,7 +29,7 @@ from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import Arena, make_plan
 from halfsilver.study.calibration import calibration_error
 from halfsilver.study.method import registered
-from halfsilver.study.problem import Problem, Setting
+from halfsilver.study.problem import Problem, Recipe, Setting
 from halfsilver.study.run import Job, make_trainer, per_example, run, without_held_out
 from halfsilver.study.sides import private_side, public_side
 from halfsilver.study.start import load_start, make_start, new_model
@@ -73,14 +73,7 @@ def finish(
     first, model = (new_model(problem, seed) for _ in range(2))
     for one in (first, model):
         load_start(one, start)
-    make_trainer(model, problem, recipe, job, plan).fit(  # which is finished, so this only loads it
-        private_side(problem, recipe),
-        public_side(model, problem, recipe),
-        run_dir=job.folder,
-        ledger=job.ledger,
-        delta=DELTA,
-        test_every=plan.steps,
-    )
+    train(model, problem, recipe, job, plan)  # which is finished, so this only loads it
     results: dict[str, Any] = {"start": scores(first, problem), "none": scores(model, problem)}
     for name, how in FINISHES.items():
         done = how.fit(model, problem.loss_fn, held_out, start=first)
@@ -88,6 +81,18 @@ def finish(
     about = {"epsilon": epsilon, "delta": DELTA, "method": method, "seed": seed, "setting": job.setting.to_json()}
     about |= {"noise_multiplier": plan.noise_multiplier} | ({} if trials is None else {"expected runs": trials})
     return {**about, "held_out": len(held_out[1]), "versions": versions(), "results": results}
+
+
+def train(model: nn.Module, problem: Problem, recipe: Recipe, job: Job, plan: hs.PrivacyPlan) -> None:
+    """Train `model` from where it is, or load what was trained; nothing is scored."""
+    make_trainer(model, problem, recipe, job, plan).fit(
+        private_side(problem, recipe),
+        public_side(model, problem, recipe),
+        run_dir=job.folder,
+        ledger=job.ledger,
+        delta=job.delta,
+        test_every=plan.steps,
+    )
 
 
 def scores(model: nn.Module, problem: Problem) -> dict[str, float]:

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import halfsilver as hs
-from benchmarks.studies.finish import scores
+from benchmarks.studies.finish import scores, train
 from halfsilver._core.tensors import Batch
 from halfsilver.runs.folder import versions, write_json
 from halfsilver.study.arena import make_plan
 from halfsilver.study.method import registered
 from halfsilver.study.problem import Setting
-from halfsilver.study.run import Job, make_trainer
-from halfsilver.study.sides import private_side, public_side
+from halfsilver.study.run import Job
 from halfsilver.study.start import load_start, make_start, new_model
 from halfsilver.tasks.images import mirrored, moved
 from halfsilver.tasks.recipes import load
@@ -66,14 +65,7 @@ def multiplicity(method: str, views: int, epsilon: float, seed: int, out: Path, 
     viewed = replace(problem, loss_fn=hs.views(problem.loss_fn, view, views)) if views > 1 else problem
     before = scores(model, problem)
     started = time.process_time()
-    make_trainer(model, viewed, recipe, job, plan).fit(
-        private_side(problem, recipe),
-        public_side(model, problem, recipe),
-        run_dir=job.folder,
-        ledger=job.ledger,
-        delta=job.delta,
-        test_every=plan.steps,
-    )
+    train(model, viewed, recipe, job, plan)
     return {
         "method": method,
         "views": views,

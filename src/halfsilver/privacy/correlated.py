@@ -28,10 +28,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -76,14 +76,6 @@ class Participation:
         return fit if self.most is None else min(self.most, fit)
 
 
-class Strategy(Protocol):
-    """A lower triangular Toeplitz matrix C with a diagonal of ones, by its first column."""
-
-    def column(self, rounds: int) -> Tensor:
-        """The first `rounds` numbers of the first column, in float64."""
-        ...
-
-
 @final
 @dataclass(frozen=True)
 class Banded:
@@ -113,7 +105,7 @@ class Banded:
         )
 
     def column(self, rounds: int) -> Tensor:
-        """See `Strategy`."""
+        """The first `rounds` numbers of the first column, in float64."""
         given = torch.tensor(self.coefficients[:rounds], dtype=torch.float64)
         return torch.cat([given, given.new_zeros(rounds - len(given))])
 
@@ -149,9 +141,12 @@ class Buffered:
         )
 
     def column(self, rounds: int) -> Tensor:
-        """See `Strategy`."""
+        """The first `rounds` numbers of the first column, in float64."""
         decays, scales = (torch.tensor(t, dtype=torch.float64) for t in (self.decays, self.scales))
         return _blt_column(decays, scales, rounds)
+
+
+Strategy = Banded | Buffered  # a lower triangular Toeplitz matrix with a diagonal of ones, by its first column
 
 
 def sensitivity(column: Tensor, participation: Participation) -> Tensor:
@@ -369,12 +364,3 @@ def _minimised(loss: Callable[[Tensor], Tensor], start: Tensor) -> tuple[Tensor,
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
     return free.detach(), float(loss(free.detach()))
-
-
-def stream(strategy: Strategy, noise: Sequence[Tensor]) -> list[Tensor]:
-    """w = C^-1 z for all rounds at once, as a reference for generators that keep a state."""
-    column = strategy.column(len(noise))
-    out: list[Tensor] = []
-    for t, fresh in enumerate(noise):
-        out.append(fresh - sum((column[t - s] * w for s, w in enumerate(out)), torch.zeros_like(fresh)))
-    return out

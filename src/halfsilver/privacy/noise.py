@@ -24,7 +24,7 @@ from halfsilver.errors import ConfigError
 from halfsilver.privacy.entropy import MAX_SCALE, Entropy, normal_blocks
 from halfsilver.privacy.gradients.base import ClippedSum
 
-_GRID_SHARE = 1e-6
+GRID_SHARE = 1e-6
 # Rounding to the grid raises the sensitivity by at most g * sqrt(d) <= 1e-6 C; the noise pays for twice that.
 _SCALE_MARGIN = 1 + 2e-6
 # Integers up to here, and their sums, are exact in float64.
@@ -48,7 +48,7 @@ def grid(sensitivity: float, dimension: int) -> float:
         >>> grid(1.0, 1)
         9.5367431640625e-07
     """
-    return 2.0 ** math.floor(math.log2(_GRID_SHARE * sensitivity / math.sqrt(max(dimension, 1))))
+    return 2.0 ** math.floor(math.log2(GRID_SHARE * sensitivity / math.sqrt(max(dimension, 1))))
 
 
 def noise_scale(noise_multiplier: float, sensitivity: float) -> float:

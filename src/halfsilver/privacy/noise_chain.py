@@ -42,9 +42,9 @@ import torch
 from torch import Tensor
 
 from halfsilver.errors import ConfigError, require
-from halfsilver.privacy.correlated import Banded, Buffered, inverse, product
+from halfsilver.privacy.correlated import Banded, Buffered, Strategy, inverse, product
+from halfsilver.privacy.noise import GRID_SHARE
 
-_GRID_SHARE = 1e-6
 # A normal number exceeds so many standard deviations with probability 10^-32.
 _SURELY = 12.0
 _MOST_ERROR = 0.5
@@ -56,10 +56,10 @@ def rounding(rounds: int) -> float:
     >>> round(rounding(2000) - 1, 5)
     9e-05
     """
-    return 1 + (1 + 2 * _MOST_ERROR) * _GRID_SHARE * math.sqrt(rounds)
+    return 1 + (1 + 2 * _MOST_ERROR) * GRID_SHARE * math.sqrt(rounds)
 
 
-def arithmetic(strategy: Banded | Buffered, rounds: int, scale: float) -> float:
+def arithmetic(strategy: Strategy, rounds: int, scale: float) -> float:
     """A bound on the error of float64 in what is carried over, in units of the grid.
 
     A buffer S <- decay S + w is off by two roundings per step, each 2^-53 of its size, which decay with it: by at most
@@ -104,7 +104,7 @@ class NoiseChain:
 
     def __init__(
         self,
-        strategy: Banded | Buffered,
+        strategy: Strategy,
         dimension: int,
         *,
         rounds: int,
