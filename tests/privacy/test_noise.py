@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
+from collections.abc import Callable
 
 import mpmath
 import numpy as np
@@ -262,18 +265,23 @@ def test_the_tail_ends_where_it_is_said_to() -> None:
     assert math.exp(-(MAX_NORMAL**2) / 2) == pytest.approx(2.0**-117)
 
 
-def test_ten_million_normals_cost_at_most_four_randn() -> None:
-    """Interleaved, 12 repetitions, the smallest of each; process time, because the machine may be shared."""
+def test_ten_million_normals_cost_at_most_three_randn() -> None:
+    """The median ratio of 12 interleaved pairs; it is about 1.1. Process time, because the machine may be shared.
 
-    def seconds(call: object) -> float:
+    The blocks are dropped as they come, as the mechanism does. Keeping them would measure the pages of a new array.
+    """
+
+    def seconds(call: Callable[[], object]) -> float:
         started = time.process_time()
-        call()  # type: ignore[operator]
+        call()
         return time.process_time() - started
 
     n = 10**7
-    pairs = [(seconds(lambda: torch.randn(n)), seconds(lambda: normal(OsEntropy(), n))) for _ in range(12)]
-    plain, ours = (min(x) for x in zip(*pairs, strict=True))
-    assert ours < 4 * plain, f"{ours:.3f} s against {plain:.3f} s for torch.randn"
+    ratios = []
+    for _ in range(12):
+        plain = seconds(lambda: torch.randn(n))
+        ratios.append(seconds(lambda: deque(normal_blocks(OsEntropy(), n, 1.0), maxlen=0)) / plain)
+    assert statistics.median(ratios) < 3, ratios
 
 
 def test_every_draw_mixes_in_new_bytes_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
