@@ -1,6 +1,6 @@
 """Kills of a training run on a disk that forgets: is a release ever without its record, is noise ever used twice?
 
-    python -m benchmarks.robustness.crash --kills 200 --json
+    python -m benchmarks.robustness.crash --kills 200 --json [--noise correlated]
 
 Trains with `Trainer.fit` in a process of its own, kills it (SIGKILL) at random moments, throws away what was not
 fsynced, and lets the next process go on with what is left. It counts
@@ -8,6 +8,8 @@ fsynced, and lets the next process go on with what is left. It counts
     under          releases that no durable record of the ledger covered when they happened, or that none covers later
     over           records of the ledger that kills left unused; `over_worst` is the most that one kill did (allowed: 1)
     noise_reused   blocks of noise that were drawn before
+    steps_reused   releases whose number, by which records take turns, does not follow that of the release before
+    state_reused   processes whose correlated noise does not begin anew
     unreadable     kills after which the run could not go on; `errors` says why
 
 `--without-fsync` and `--without ...` break the process from outside, and each must fail; `--mutants 6` tries them all.
@@ -43,17 +45,23 @@ from halfsilver._core import system
 from halfsilver._core.tensors import Tensors
 from halfsilver.privacy import entropy, noise, releases
 from halfsilver.privacy.gradients.base import ClippedSum
+from halfsilver.privacy.strategies import Buffered
 from halfsilver.runs.verify import verify
 
 DELTA = 1e-5
 PLAN = hs.PrivacyPlan(steps=400, spare_steps=100_000, sampling_rate=0.05, expected_batch_size=20, noise_multiplier=20.0)
+# All spare steps count for correlated noise, so there are fewer, and a run may end before its schedule does.
+CORRELATED = replace(
+    PLAN, spare_steps=400, noise=hs.Correlated(separation=20, strategy=Buffered((0.98, 0.8, 0.3), (0.1, 0.1, 0.2)))
+)
+PLANS = {"independent": PLAN, "correlated": CORRELATED}
 _EVENTS = 100  # a life is at most about this long: some eight blocks with their checkpoints
 
 
 # ---- the process that is killed
 
 
-def train(run_dir: Path, plan: hs.PrivacyPlan = PLAN) -> None:
+def train(run_dir: Path, plan: hs.PrivacyPlan) -> None:
     """A small network with all that a checkpoint can hold: momentum, an average, a mirror's state."""
     torch.manual_seed(0)
     x = torch.randn(500, 8)
@@ -83,8 +91,9 @@ def _witness(report: Callable[[Event], None]) -> None:
             yield start, block
 
     def told(self: releases.Releases, total: ClippedSum) -> Tensors:
+        number, new = self.round, self._chain is None or self._chain._step == 0
         released = noisy(self, total)
-        report(("release", drawn.copy()))
+        report(("release", drawn.copy(), number, new))
         drawn.clear()
         return released
 
@@ -109,35 +118,41 @@ def _spend_late() -> None:
     releases.Releases.intend, releases.Releases.noisy = first, then  # type: ignore[method-assign]
 
 
+def _number_anew() -> None:
+    """Have every process number its steps from 0."""
+    releases.Releases.round = property(lambda self: self.count)  # type: ignore[method-assign, assignment]
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     "fsync": lambda: setattr(os, "fsync", lambda fd: None),
     "file-fsync": lambda: setattr(system, "fsync_file", lambda fd: None),
     "folder-fsync": lambda: setattr(system, "fsync_folder", lambda path: None),
     "entropy": lambda: setattr(trainer, "OsEntropy", lambda: entropy.UnsafeSeed(1)),
     "order": _spend_late,
+    "number": _number_anew,
 }
 
 
-def _live(run_dir: Path, pipe: Connection, without: str | None) -> None:
+def _live(run_dir: Path, pipe: Connection, without: str | None, plan: hs.PrivacyPlan) -> None:
     os.fsync = Watch(pipe.send).fsync  # type: ignore[assignment]
     _witness(pipe.send)
     if without:
         MUTANTS[without]()
     try:
-        train(run_dir)
+        train(run_dir, plan)
         pipe.send(("end",))
     except Exception as error:
         pipe.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def start(run_dir: Path, without: str | None) -> tuple[int, Connection]:
+def start(run_dir: Path, without: str | None, plan: hs.PrivacyPlan) -> tuple[int, Connection]:
     """Fork, so that no life begins by importing torch."""
     ours, theirs = Pipe(duplex=False)
     pid = os.fork()
     if pid == 0:
         try:
             ours.close()
-            _live(run_dir, theirs, without)
+            _live(run_dir, theirs, without, plan)
         finally:
             os._exit(0)
     theirs.close()
@@ -164,6 +179,8 @@ class Tally:
     under: int = 0
     over: int = 0
     noise_reused: int = 0
+    steps_reused: int = 0
+    state_reused: int = 0
     unreadable: int = 0
     over_worst: int = 0
     releases: int = 0
@@ -172,21 +189,23 @@ class Tally:
 
     @property
     def ok(self) -> bool:
-        return not (self.under or self.noise_reused or self.unreadable) and self.over_worst <= 1
+        reused = self.noise_reused + self.steps_reused + self.state_reused
+        return not (self.under or reused or self.unreadable) and self.over_worst <= 1
 
 
 class Harness:
     """Lives and deaths of one run after the other, on one disk."""
 
-    def __init__(self, folder: Path, seed: int, without: str | None) -> None:
-        self.tally, self._chance, self._folder, self._without = Tally(), random.Random(seed), folder, without
+    def __init__(self, folder: Path, seed: int, without: str | None, plan: hs.PrivacyPlan) -> None:
+        self.tally, self._chance, self._folder = Tally(), random.Random(seed), folder
+        self._without, self._plan, self._first = without, plan, True
         (folder / "0").mkdir()  # the disk before the first kill
         self._disk, self._noise = Disk(folder / "0"), set[str]()
         self._names = map(str, range(10**9))
         self._new_run()
 
     def _new_run(self) -> None:
-        self._run, self._released, self._surplus = next(self._names), 0, 0
+        self._run, self._released, self._surplus, self._number = next(self._names), 0, 0, -1
 
     @property
     def _path(self) -> Path:
@@ -203,7 +222,8 @@ class Harness:
 
     def _life(self) -> bool:
         """Whether it ended by a kill."""
-        pid, pipe = start(self._path, self._without)
+        self._first = True
+        pid, pipe = start(self._path, self._without, self._plan)
         most = self._chance.randint(1, _EVENTS)
         events = self._follow(pipe, most)
         if events == most:
@@ -224,8 +244,11 @@ class Harness:
 
     def _take(self, event: Event) -> None:
         match event:
-            case ("release", blocks):
+            case ("release", blocks, number, new):
                 self._released += 1
+                self.tally.steps_reused += number <= self._number
+                self.tally.state_reused += self._first and not new
+                self._number, self._first = number, False
                 self.tally.releases += 1
                 self.tally.noise_reused += len(self._noise.intersection(blocks))
                 self._noise.update(blocks)
@@ -248,8 +271,9 @@ class Harness:
         """Hold what survived against what was released."""
         ledger = self._path / "ledger.jsonl"
         try:
-            runs = [*hs.Ledger.open(ledger, create=False).runs.values()] if ledger.exists() else []
-            counted = sum(c.count for c in hs.Ledger.open(ledger, create=False).counts()) if runs else 0
+            found = hs.Ledger.open(ledger, create=False) if ledger.exists() else None
+            runs = [*found.runs.values()] if found else []
+            counted = sum(run.spent for run in runs) + ((found and found._torn_steps()) or (None, 0))[1]
         except hs.HalfsilverError as error:
             self._lost(f"{type(error).__name__}: {error}")
             return
@@ -263,11 +287,11 @@ class Harness:
         self._surplus = surplus
 
 
-def crash(kills: int, *, seed: int = 0, without: str | None = None) -> Tally:
+def crash(kills: int, *, seed: int = 0, without: str | None = None, plan: hs.PrivacyPlan = PLAN) -> Tally:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder) / "first", replace(PLAN, steps=2))  # imports and the accountant's answers are inherited
-        harness = Harness(Path(folder), seed, without)
+        train(Path(folder) / "first", replace(plan, steps=2))  # imports and the accountant's answers are inherited
+        harness = Harness(Path(folder), seed, without, plan)
         for _ in range(kills):
             harness.kill_once()
         return harness.tally
@@ -280,12 +304,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--without", choices=sorted(MUTANTS), help="what to take away from the process")
     parser.add_argument("--without-fsync", dest="without", action="store_const", const="fsync")
     parser.add_argument("--mutants", type=int, default=0, metavar="KILLS", help="then also break it in each way")
+    parser.add_argument("--noise", choices=sorted(PLANS), default="independent")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     started = time.monotonic()
-    tally = crash(args.kills, seed=args.seed, without=args.without)
-    mutants = {name: crash(args.mutants, seed=args.seed, without=name) for name in MUTANTS if args.mutants}
-    out = {**asdict(tally), "without": args.without, "seconds": round(time.monotonic() - started, 1), "ok": tally.ok}
+    plan = PLANS[args.noise]
+    tally = crash(args.kills, seed=args.seed, without=args.without, plan=plan)
+    mutants = {name: crash(args.mutants, seed=args.seed, without=name, plan=plan) for name in MUTANTS if args.mutants}
+    out = {
+        **asdict(tally),
+        "noise": args.noise,
+        "without": args.without,
+        "seconds": round(time.monotonic() - started, 1),
+        "ok": tally.ok,
+    }
     out |= {"mutants": {name: {**asdict(t), "ok": t.ok} for name, t in mutants.items()}}
     print(json.dumps(out) if args.json else "\n".join(f"{name:14} {value}" for name, value in out.items()))
     return 0 if tally.ok and not any(t.ok for t in mutants.values()) else 1

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from benchmarks.show import show
-from halfsilver.privacy.correlated import Participation, banded, buffered
+from halfsilver.privacy.correlated import banded, buffered
+from halfsilver.privacy.strategies import Participation
 from halfsilver.runs.folder import versions, write_json
 
 BUFFERS = 4

@@ -39,6 +39,7 @@ if _typing.TYPE_CHECKING:
     from halfsilver.privacy.ledger import Budget, Ledger
     from halfsilver.privacy.plan import PrivacyPlan
     from halfsilver.privacy.released_metrics import Release
+    from halfsilver.privacy.strategies import Correlated
     from halfsilver.probing import FineTune, head
     from halfsilver.selection import select
     from halfsilver.study.advice import advise
@@ -50,6 +51,7 @@ if _typing.TYPE_CHECKING:
 __all__ = [
     "Bregman",
     "Budget",
+    "Correlated",
     "DualAveraging",
     "Euclidean",
     "FallBack",
@@ -105,6 +107,7 @@ _HOMES = {
     "privacy.ledger": ("Budget", "Ledger"),
     "privacy.plan": ("PrivacyPlan",),
     "privacy.released_metrics": ("Release",),
+    "privacy.strategies": ("Correlated",),
     "probing": ("FineTune", "head"),
     "selection": ("select",),
     "study.advice": ("advise",),

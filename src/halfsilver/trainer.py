@@ -35,6 +35,7 @@ from halfsilver.privacy.released_metrics import ClassMetrics as ClassMetrics  # 
 from halfsilver.privacy.released_metrics import Estimate as Estimate
 from halfsilver.privacy.released_metrics import Release, release_metrics
 from halfsilver.privacy.released_metrics import ReleasedMetrics as ReleasedMetrics
+from halfsilver.privacy.strategies import Independent
 from halfsilver.privacy.users import Engine, UserUpdates
 from halfsilver.runs.progress import progress_bar
 from halfsilver.runs.session import Session
@@ -358,6 +359,7 @@ class Trainer:
     def _check_usable(self, session: Session, source: ReleaseSource) -> None:
         plan, fewest = self.plan, 0.5
         require(isinstance(source, PrivateGradient), "check_usable", True, "to go with records, not with an engine")
+        require(plan.noise == Independent(), "noise", plan.noise, "to be Independent() for check_usable=True")
         advice = "Keep one in hand: PrivacyPlan.calibrate(spare_steps=1)."
         require(plan.spare_steps >= 1, "spare_steps", plan.spare_steps, "at least 1 for check_usable=True", advice)
         batch = plan.expected_batch_size

@@ -12,18 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from halfsilver.errors import ConfigError
-from halfsilver.privacy.correlated import (
-    Banded,
-    Buffered,
-    Error,
-    Participation,
-    Strategy,
-    banded,
-    buffered,
-    inverse,
-    prefix_error,
-    sensitivity,
-)
+from halfsilver.privacy.correlated import Error, banded, buffered, inverse, prefix_error, sensitivity
+from halfsilver.privacy.strategies import Banded, Buffered, Participation, Strategy
 
 falling = st.lists(st.floats(0, 1), min_size=0, max_size=7).map(lambda rest: [1.0, *sorted(rest, reverse=True)])
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from halfsilver.errors import ConfigError
-from halfsilver.privacy.correlated import Banded, Buffered, Participation, Strategy, banded, buffered, sensitivity
+from halfsilver.privacy.correlated import banded, buffered, sensitivity
 from halfsilver.privacy.noise_chain import NoiseChain, arithmetic, rounding
+from halfsilver.privacy.strategies import Banded, Buffered, Participation, Strategy
 
 STRATEGIES = [
     Buffered((0.9, 0.3), (0.4, 0.2)),

@@ -117,6 +117,6 @@ def test_frozen_and_round_trip() -> None:
     assert PrivacyPlan.from_dict(plan.to_dict()) == plan
     assert plan.fingerprint() == PrivacyPlan.from_dict(plan.to_dict()).fingerprint()
     with pytest.raises(ConfigError, match="plan fields"):
-        PrivacyPlan.from_dict({**PLAN, "noise": 1})
+        PrivacyPlan.from_dict({**PLAN, "noises": 1})
     with pytest.raises(ConfigError, match="Not a privacy plan"):
         PrivacyPlan.from_dict({"steps": 1})

@@ -18,7 +18,8 @@ from halfsilver.privacy.copies import PublicCopies, as_private
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.plan import PrivacyPlan
-from halfsilver.privacy.sampling import poisson_chunks
+from halfsilver.privacy.sampling import poisson_chunks, turn_chunks
+from halfsilver.privacy.strategies import Correlated
 
 Chunk = torch.Tensor | slice  # numbers of units
 
@@ -80,8 +81,11 @@ class PrivateBatches:
 
     # ---- private
 
-    def sample(self, entropy: Entropy) -> list[Chunk]:
-        """A Poisson sample of the units that this rank owns, in chunks of at most `rows`."""
+    def sample(self, entropy: Entropy, step: int) -> list[Chunk]:
+        """A Poisson sample of the units that this rank owns, or those whose turn it is, in chunks of at most `rows`."""
+        if isinstance(self._plan.noise, Correlated):
+            mine = (self._world.rank, self._world.size)
+            return list(turn_chunks(self.population, self._plan.batches_per_pass, self.rows, step, mine))
         owned = len(range(self._world.rank, self.population, self._world.size))
         chunks = poisson_chunks(owned, self._plan.sampling_rate, self.rows, entropy)
         return [self._in_data(chunk) for chunk in chunks]

@@ -29,124 +29,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, final
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from halfsilver.errors import require
+from halfsilver.privacy.strategies import MOST_BUFFERS, Banded, Buffered, Participation, blt_column
 
 Error = Literal["mean", "max"]
 
 _STEPS, _TOLERANCE = 400, 1e-10
-_MOST_BUFFERS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Participation:
-    """How often a unit may take part: in at most `most` of `rounds` rounds, any two of them `separation` apart or more.
-
-    Args:
-        rounds: Number of releases, at least 1.
-        separation: Least distance of two rounds in which a unit takes part, at least 1; 1 allows every round.
-        most: The largest number of rounds in which a unit takes part, at least 1. Default None: as many as fit.
-
-    Raises:
-        ConfigError: A value is out of its range.
-
-    >>> Participation(rounds=10, separation=4).times
-    3
-    """
-
-    rounds: int
-    separation: int
-    most: int | None = None
-
-    def __post_init__(self) -> None:
-        require(self.rounds >= 1, "rounds", self.rounds, "at least 1")
-        require(self.separation >= 1, "separation", self.separation, "at least 1")
-        require(self.most is None or self.most >= 1, "most", self.most, "at least 1, or None")
-
-    @property
-    def times(self) -> int:
-        """How often one unit can take part at most."""
-        fit = math.ceil(self.rounds / self.separation)
-        return fit if self.most is None else min(self.most, fit)
-
-
-@final
-@dataclass(frozen=True)
-class Banded:
-    """The first column is `coefficients`, then zeros: w_t = z_t - sum_j coefficients_j w_(t-j).
-
-    The noise of as many steps as there are coefficients, less one, is kept.
-
-    Args:
-        coefficients: The first is 1; none is negative, and none is larger than the one before it.
-
-    Raises:
-        ConfigError: The coefficients are not such.
-
-    >>> Banded((1.0, 0.5)).column(4)
-    tensor([1.0000, 0.5000, 0.0000, 0.0000], dtype=torch.float64)
-    """
-
-    coefficients: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        falling = all(a >= b >= 0 for a, b in zip(self.coefficients, self.coefficients[1:], strict=False))
-        require(
-            len(self.coefficients) > 0 and self.coefficients[0] == 1 and falling,
-            "coefficients",
-            self.coefficients,
-            "to begin with 1 and to fall to 0 or more",
-        )
-
-    def column(self, rounds: int) -> Tensor:
-        """The first `rounds` numbers of the first column, in float64."""
-        given = torch.tensor(self.coefficients[:rounds], dtype=torch.float64)
-        return torch.cat([given, given.new_zeros(rounds - len(given))])
-
-
-@final
-@dataclass(frozen=True)
-class Buffered:
-    """A buffered linear Toeplitz matrix (BLT): the first column is 1, then sum_i scales_i decays_i^(t-1) at t.
-
-    Noise costs one buffer of the model's size for each decay, whatever the number of rounds.
-
-    Args:
-        decays: In (0, 1), different from each other.
-        scales: As many, none negative, with a sum of at most 1.
-
-    Raises:
-        ConfigError: The numbers are not such.
-
-    >>> Buffered((0.5,), (0.25,)).column(4)
-    tensor([1.0000, 0.2500, 0.1250, 0.0625], dtype=torch.float64)
-    """
-
-    decays: tuple[float, ...]
-    scales: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        require(all(0 < d < 1 for d in self.decays), "decays", self.decays, "in (0, 1)")
-        require(
-            len(self.scales) == len(self.decays) and min(self.scales, default=0) >= 0 and sum(self.scales) <= 1,
-            "scales",
-            self.scales,
-            "as many as decays, none negative, with a sum of at most 1",
-        )
-
-    def column(self, rounds: int) -> Tensor:
-        """The first `rounds` numbers of the first column, in float64."""
-        decays, scales = (torch.tensor(t, dtype=torch.float64) for t in (self.decays, self.scales))
-        return _blt_column(decays, scales, rounds)
-
-
-Strategy = Banded | Buffered  # a lower triangular Toeplitz matrix with a diagonal of ones, by its first column
+_NO_BUFFER = 1e-9  # a scale below which a buffer changes nothing
 
 
 def sensitivity(column: Tensor, participation: Participation) -> Tensor:
@@ -264,7 +159,7 @@ def buffered(participation: Participation, *, buffers: int = 4, error: Error = "
         >>> bool(prefix_error(buffered(once, buffers=2).column(100), once) < 0.5 * plain)
         True
     """
-    require(1 <= buffers <= _MOST_BUFFERS, "buffers", buffers, f"in [1, {_MOST_BUFFERS}]")
+    require(1 <= buffers <= MOST_BUFFERS, "buffers", buffers, f"in [1, {MOST_BUFFERS}]")
     best: tuple[float, Tensor] | None = None
     for span, rate in itertools.product({participation.rounds, participation.separation}, (2.0, 4.0, 8.0)):
         # Starts: decays whose distance from 1 begins with 1 / 4 span, and grows by this factor.
@@ -274,8 +169,8 @@ def buffered(participation: Participation, *, buffers: int = 4, error: Error = "
 
         def loss(free: Tensor) -> Tensor:
             decays, inverse_decays = _interlaced(free)
-            column = _blt_column(decays, _scales(decays, inverse_decays), participation.rounds)
-            inverted = _blt_column(inverse_decays, _scales(inverse_decays, decays), participation.rounds)
+            column = blt_column(decays, _scales(decays, inverse_decays), participation.rounds)
+            inverted = blt_column(inverse_decays, _scales(inverse_decays, decays), participation.rounds)
             return (sensitivity(column, participation) * _rows(inverted, error)).log()
 
         found, value = _minimised(loss, start)
@@ -284,7 +179,8 @@ def buffered(participation: Participation, *, buffers: int = 4, error: Error = "
     assert best is not None
     decays, inverse_decays = _interlaced(best[1])
     scales = _scales(decays, inverse_decays)
-    return Buffered(tuple(decays.tolist()), tuple(scales.clamp(min=0).tolist()))
+    used = scales > _NO_BUFFER
+    return Buffered(tuple(decays[used].tolist()), tuple(scales[used].tolist()))
 
 
 @lru_cache(maxsize=64)
@@ -335,11 +231,6 @@ def _scales(decays: Tensor, others: Tensor) -> Tensor:
     """Scales for which 1 + sum_i scales_i z / (1 - decays_i z) is prod_i (1 - others_i z) / prod_i (1 - decays_i z)."""
     apart = (decays[:, None] - decays[None, :]) + torch.eye(len(decays), dtype=decays.dtype)
     return (decays[:, None] - others[None, :]).prod(1) / apart.prod(1)
-
-
-def _blt_column(decays: Tensor, scales: Tensor, rounds: int) -> Tensor:
-    powers = decays[None, :] ** torch.arange(rounds - 1, dtype=decays.dtype)[:, None]
-    return torch.cat([decays.new_ones(1), powers @ scales])
 
 
 def _minimised(loss: Callable[[Tensor], Tensor], start: Tensor) -> tuple[Tensor, float]:

@@ -112,7 +112,7 @@ class PrivateGradient:
         changes the count by at most 1, so the noise of the plan hides it as it hides a clipped gradient.
         """
         with self._private_step():
-            here = self._passes.usable(self._batches.sample(self._entropy))
+            here = self._passes.usable(self._batches.sample(self._entropy, self.out.round))
         total = self._world.total(float(here))
         return self._world.from_lead(lambda: self.out.noisy_number(total))
 
@@ -130,7 +130,7 @@ class PrivateGradient:
             yield
 
     def _clipped_sum(self) -> ClippedSum:
-        return self._passes.clipped_sum(self._batches.sample(self._entropy))
+        return self._passes.clipped_sum(self._batches.sample(self._entropy, self.out.round))
 
     def _compare_data(self) -> None:
         """Once, refuse to go on if ranks have the data in different orders: a record could be in several shares then.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from halfsilver._core.tensors import Tensors
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.entropy import MAX_SCALE, Entropy, normal_blocks
 from halfsilver.privacy.gradients.base import ClippedSum
+
+if TYPE_CHECKING:
+    from halfsilver.privacy.noise_chain import NoiseChain
 
 GRID_SHARE = 1e-6
 # Rounding to the grid raises the sensitivity by at most g * sqrt(d) <= 1e-6 C; the noise pays for twice that.
@@ -105,8 +109,11 @@ def noisy_mean(
     expected: float,
     dtypes: Sequence[torch.dtype],
     dimension: int | None = None,
+    chain: NoiseChain | None = None,
 ) -> Tensors:
     """The result of `add_noise`, divided by the expected batch size and cast. It may overwrite the sum.
+
+    With a `chain`, the noise is what it makes of fresh noise, and it has taken one step after that.
 
     It makes one pass over blocks that stay in the cache, because memory traffic would cost more than the arithmetic.
     """
@@ -116,17 +123,32 @@ def noisy_mean(
     steps = noise_scale(noise_multiplier, clipped.sensitivity) / g
     sums = [t.contiguous() for t in clipped.tensors]
     out = [t if t.dtype == dtype else torch.empty_like(t, dtype=dtype) for t, dtype in zip(sums, dtypes, strict=True)]
+    first = 0
     for total, released in zip(sums, out, strict=True):
-        _release(total.view(-1), released.view(-1), g, steps, g / expected, entropy)
+        _release(total.view(-1), released.view(-1), g, steps, g / expected, entropy, chain, first)
+        first += total.numel()
+    if chain is not None:
+        chain.advance()
     return out
 
 
-def _release(total: Tensor, released: Tensor, g: float, steps: float, unit: float, entropy: Entropy) -> None:
+def _release(
+    total: Tensor,
+    released: Tensor,
+    g: float,
+    steps: float,
+    unit: float,
+    entropy: Entropy,
+    chain: NoiseChain | None,
+    first: int,
+) -> None:
     """From sum to release in units of the grid, where each number is an integer and addition is exact."""
     tame = bool(torch.linalg.vector_norm(total) < _EXACT * g)  # not if NaN
     for start, noise in normal_blocks(entropy, len(total), steps):
+        fresh = noise.round_().to(total.device)
+        added = fresh if chain is None else chain.follow(fresh, first + start)
         block = slice(start, start + len(noise))
-        released[block] = on_grid(total[block], g, tame=tame).add_(noise.round_().to(total.device)).mul_(unit)
+        released[block] = on_grid(total[block], g, tame=tame).add_(added).mul_(unit)
 
 
 def on_grid(values: Tensor, g: float, *, tame: bool = False) -> Tensor:

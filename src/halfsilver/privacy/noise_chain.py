@@ -42,8 +42,9 @@ import torch
 from torch import Tensor
 
 from halfsilver.errors import ConfigError, require
-from halfsilver.privacy.correlated import Banded, Buffered, Strategy, inverse, product
+from halfsilver.privacy.correlated import inverse, product
 from halfsilver.privacy.noise import GRID_SHARE
+from halfsilver.privacy.strategies import Banded, Buffered, Strategy
 
 # A normal number exceeds so many standard deviations with probability 10^-32.
 _SURELY = 12.0

@@ -8,13 +8,14 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 import dp_accounting as dpa
 
 from halfsilver.errors import ConfigError, require
 from halfsilver.privacy.accounting import PLD_INTERVAL, Accountant, MechanismCount, epsilon_of
+from halfsilver.privacy.strategies import INDEPENDENT, Correlated, Independent, Noise
 
 Unit = Literal["example", "user"]
 
@@ -31,7 +32,8 @@ class PrivacyPlan:
 
     where g_i is the gradient of unit i, C is `max_grad_norm`, sigma `noise_multiplier`, q `sampling_rate` and B
     `expected_batch_size`. With q = 1 every step takes all units. `calibrate` makes a plan from an epsilon, and is the
-    usual way to get one; use the constructor where the noise is known.
+    usual way to get one; use the constructor where the noise is known. With `noise=Correlated(...)` no sample is drawn,
+    and the noise of the steps is correlated: see there.
 
     Guarantee: a run of at most ``steps + spare_steps`` such releases is (epsilon(delta), delta)-DP under adding or
     removing one `unit`. The bound is that of the composition of subsampled Gaussian mechanisms, computed by privacy
@@ -42,12 +44,14 @@ class PrivacyPlan:
         sampling_rate: Probability, in (0, 1], that a unit takes part in a step: batch size over population.
         expected_batch_size: The public constant B that divides the noisy sum, above 0. It only scales the update. It
             is never compared with, or computed from, the size of the private set.
-        noise_multiplier: Standard deviation of the noise over the clip norm, above 0.
+        noise_multiplier: Standard deviation of the noise over the clip norm, above 0. With correlated noise, that of
+            the whole run over how far one unit can move all of it.
         max_grad_norm: Clip norm C, in units of the loss's gradient, above 0. Too small a value slows training down,
             too large a value adds noise. Default: 1.
         unit: Whose presence the guarantee hides: "example", or "user" where a record belongs to a person with several.
         spare_steps: Further releases that the plan pays for, so that a run which was killed can repeat those whose
             result was lost. They raise epsilon. Default: 0.
+        noise: `Independent()` or `Correlated(...)`. Default: independent.
         delta: The delta at which epsilon is stated, below 1 / population. `calibrate` sets it. It is no part of the
             mechanism: plans that differ in delta alone are equal, and files store delta beside the plan.
 
@@ -70,6 +74,7 @@ class PrivacyPlan:
     max_grad_norm: float = 1.0
     unit: Unit = "example"
     spare_steps: int = 0
+    noise: Noise = INDEPENDENT
     delta: float | None = field(default=None, compare=False)
 
     accountants: ClassVar[tuple[Accountant, ...]] = ("pld", "rdp")  # that can count it, the one to publish first
@@ -88,8 +93,18 @@ class PrivacyPlan:
             value = getattr(self, name)
             require(0 < value <= sys.float_info.max, name, value, "in (0, inf)")  # a whole number may be beyond
         require(self.unit in ("example", "user"), "unit", self.unit, "in ('example', 'user')")
+        require(isinstance(self.noise, Noise), "noise", self.noise, "to be Independent() or Correlated(...)")
+        if isinstance(self.noise, Correlated):
+            least, found = self.noise.participation(self.max_releases).separation, self.batches_per_pass
+            require(self.noise.strategy is not None, "strategy", None, "to be given, or found by PrivacyPlan.calibrate")
+            require(least <= found, "separation", least, f"at most {found}, the number of batches in a pass")
         if self.delta is not None:
             self.check_delta(self.delta)
+
+    @property
+    def batches_per_pass(self) -> int:
+        """The number of whole batches in the population."""
+        return _batches_per_pass(self.sampling_rate)
 
     @property
     def population(self) -> float:
@@ -113,6 +128,8 @@ class PrivacyPlan:
 
     @property
     def sampler(self) -> str:
+        if isinstance(self.noise, Correlated):
+            return "separated"
         return "poisson" if self.sampling_rate < 1 else "full"
 
     @property
@@ -120,12 +137,24 @@ class PrivacyPlan:
         """No run of this plan touches the private data more often than this, crashes included."""
         return self.steps + self.spare_steps
 
+    @property
+    def step_noise(self) -> float:
+        """Standard deviation of the noise that a step draws anew, over the clip norm."""
+        if isinstance(self.noise, Independent):
+            return self.noise_multiplier
+        from halfsilver.privacy.noise_chain import rounding
+
+        return self.noise_multiplier * self.noise.sensitivity(self.max_releases) * rounding(self.max_releases)
+
     def count(self, steps: int | None = None) -> MechanismCount:
-        """The plan's mechanism, so many times, as the accountant takes it.
+        """The plan's mechanism, so many times, as the accountant takes it. A run with correlated noise is one.
 
         Args:
             steps: Number of releases (default: all that the plan allows, spare ones included).
         """
+        if isinstance(self.noise, Correlated):
+            once = 1 if steps is None or steps > 0 else 0
+            return MechanismCount(noise_multiplier=self.noise_multiplier, sampling_rate=1.0, count=once)
         return MechanismCount(
             noise_multiplier=self.noise_multiplier,
             sampling_rate=self.sampling_rate,
@@ -182,6 +211,7 @@ class PrivacyPlan:
         spare_steps: int = 0,
         accountant: Accountant = "pld",
         after: Sequence[PrivacyPlan] = (),
+        noise: Noise = INDEPENDENT,
         sampling_rate: float | None = None,
         expected_batch_size: float | None = None,
     ) -> PrivacyPlan:
@@ -205,6 +235,7 @@ class PrivacyPlan:
             accountant: "pld" (tight) or "rdp" (for comparison with papers that used it).
             after: Plans of runs on the same private data that come first. All of them together with this one spend at
                 most `epsilon` (default: none).
+            noise: `Independent()` (default) or `Correlated()`, whose separation and coefficients are found here.
             sampling_rate: Deprecated, goes in 0.3. Say `population` and `batch_size`.
             expected_batch_size: Deprecated, goes in 0.3. Say `batch_size`.
 
@@ -241,6 +272,8 @@ class PrivacyPlan:
             assert epochs is not None
             require(0 < epochs < math.inf, "epochs", epochs, "above 0")
             steps = max(1, round(epochs / rate))
+        if isinstance(noise, Correlated):
+            noise = noise.fitted(steps + spare_steps, _batches_per_pass(rate))
         base = cls(
             steps=steps,
             sampling_rate=rate,
@@ -249,6 +282,7 @@ class PrivacyPlan:
             max_grad_norm=max_grad_norm,
             unit=unit,
             spare_steps=spare_steps,
+            noise=noise,
             delta=delta,
         )
         return base.with_least_noise(epsilon, accountant, after)
@@ -330,8 +364,9 @@ class PrivacyPlan:
         return plan
 
     def to_dict(self) -> dict[str, Any]:
-        """The mechanism as JSON, without delta, which files store beside it."""
-        return {name: value for name, value in asdict(self).items() if name != "delta"}
+        """The mechanism as JSON, without delta, which files store beside it; and without noise that is independent."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("noise", "delta")}
+        return {**plain, "noise": self.noise.to_dict()} if isinstance(self.noise, Correlated) else plain
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
@@ -346,13 +381,18 @@ class PrivacyPlan:
         names = {f.name for f in fields(cls)} - {"delta"}
         require(set(values) <= names, "plan fields", sorted(set(values) - names), f"to be among {sorted(names)}")
         try:
-            return cls(**values)
+            noise = {"noise": Correlated.from_dict(values["noise"])} if "noise" in values else {}
+            return cls(**{**values, **noise})
         except TypeError as error:
             raise ConfigError(f"Not a privacy plan: {error}.") from error
 
     def fingerprint(self) -> str:
         """sha256 of the plan; ledger and checkpoint carry it."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def _batches_per_pass(rate: float) -> int:
+    return max(1, math.floor(1 / rate + 1e-9))
 
 
 def _whole(value: object) -> bool:

@@ -13,8 +13,10 @@ from halfsilver._core.tensors import Tensors
 from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.gradients.base import ClippedSum, check_clip_norm
 from halfsilver.privacy.ledger import Head, Ledger
-from halfsilver.privacy.noise import add_noise, check_exactness, noisy_mean
+from halfsilver.privacy.noise import add_noise, check_exactness, grid, noise_scale, noisy_mean
+from halfsilver.privacy.noise_chain import NoiseChain
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.strategies import Correlated
 
 
 @final
@@ -22,6 +24,10 @@ class Releases:
     """Counts, then lets out: `intend` must return before a private row is read, and allows one call of `noisy`.
 
     Only rank 0 of the `world` has, and needs, the ledger. A record of it covers `block` steps.
+
+    Correlated noise goes on from step to step in one chain. A step that came to nothing ends the chain, and the next
+    one begins anew, as after a crash: `noise_chain` has the proof that this costs nothing. It needs steps that are
+    numbered by the ledger, in which those that came to nothing count as well.
     """
 
     def __init__(
@@ -39,8 +45,11 @@ class Releases:
         self._dtypes: list[torch.dtype] = [p.dtype for p in params]
         self._dimension = sum(p.numel() for p in params)
         check_clip_norm(plan.max_grad_norm, self._dtypes)
-        check_exactness(plan.noise_multiplier, plan.max_grad_norm, self._dimension)
+        self._noise = plan.step_noise
+        check_exactness(self._noise, plan.max_grad_norm, self._dimension)
         self.count, self._granted, self._intended, self._block = 0, 0, False, 1
+        self._end = 0  # the number of steps that the ledger counts
+        self._chain: NoiseChain | None = None
 
     def register(self, block: int) -> None:
         """Enter the run into the ledger; all ranks take rank 0's block."""
@@ -57,32 +66,55 @@ class Releases:
         A step that was intended and came to nothing is not used again: what it read may have shown somewhere.
         """
         if self._intended:
-            self._intended, self._granted = False, self._granted - 1
+            self._intended, self._granted, self._chain = False, self._granted - 1, None
         if self._granted <= 0:  # no rank goes on before rank 0 has these steps on disk
-            self._granted = self._world.from_lead(self._intend)
+            self._granted, self._end = self._world.from_lead(self._intend)
         self._intended = True
 
-    def _intend(self) -> int:
+    def _intend(self) -> tuple[int, int]:
         assert self._ledger is not None, "rank 0 has the ledger"
-        return self._ledger.intend(self._run_id, self._block).count
+        granted = self._ledger.intend(self._run_id, self._block).count
+        return granted, self._ledger.runs[self._run_id].spent
+
+    @property
+    def round(self) -> int:
+        """The number of the intended step among all that the ledger counts for the run, from 0.
+
+        It is never given twice, and never less than before, whatever was lost on the way.
+        """
+        return self._end - self._granted
 
     def noisy(self, total: ClippedSum) -> Tensors:
         """The sum with noise, divided by the expected batch size, in the dtypes of the parameters."""
         assert self._intended, "intend() comes before the data are touched"
+        if isinstance(self.plan.noise, Correlated) and self._chain is None:
+            self._chain = self._new_chain(self.plan.noise, total)
         released = noisy_mean(
             total,
-            self.plan.noise_multiplier,
+            self._noise,
             self.entropy,
             expected=self.plan.expected_batch_size,
             dtypes=self._dtypes,
             dimension=self._dimension,
+            chain=self._chain,
         )
         self._used()
         return released
 
+    def _new_chain(self, noise: Correlated, total: ClippedSum) -> NoiseChain:
+        """For this rank's share of the coordinates. What it remembers is secret, so no file ever holds it."""
+        return NoiseChain(
+            noise.coefficients,
+            sum(t.numel() for t in total.tensors),
+            rounds=self.plan.max_releases,
+            scale=noise_scale(self._noise, total.sensitivity) / grid(total.sensitivity, self._dimension),
+            device=total.tensors[0].device,
+        )
+
     def noisy_number(self, total: float) -> float:
         """A number that one unit moves by at most 1, with the plan's noise: one more release of the same mechanism."""
         assert self._intended, "intend() comes before the data are touched"
+        assert not isinstance(self.plan.noise, Correlated), "a step has one release"
         sums = ClippedSum([torch.tensor([total], dtype=torch.float64)], 1.0)
         (released,) = add_noise(sums, self.plan.noise_multiplier, self.entropy)
         self._used()

@@ -49,6 +49,28 @@ def poisson_chunks(population: int, rate: float, chunk: int, entropy: Entropy) -
         start = int(indices[-1])
 
 
+def turn_chunks(
+    population: int, turns: int, chunk: int, step: int, share: tuple[int, int] = (0, 1)
+) -> Iterator[Tensor]:
+    """Yield the units i whose turn it is, i = step modulo turns, in pieces of at most `chunk` sorted indices.
+
+    So a unit takes part once in `turns` steps, and its turns depend on its own place alone.
+
+    Args:
+        population: The number of units.
+        turns: The number of batches in a pass, at least 1.
+        chunk: The most indices per piece, at least 1.
+        step: The number of the step, from 0.
+        share: A rank, and the number of ranks; the units of a step are dealt out among them.
+
+    >>> [piece.tolist() for piece in turn_chunks(10, turns=3, chunk=2, step=4)]
+    [[1, 4], [7]]
+    """
+    rank, ranks = share
+    mine = range(step % turns + rank * turns, population, turns * ranks)
+    yield from (torch.tensor(mine[i : i + chunk]) for i in range(0, len(mine), chunk))
+
+
 def _gaps(rate: float, n: int, population: int, entropy: Entropy) -> Tensor:
     """Distances between consecutive members, P(gap > k) = (1 - rate)^k, by inversion: 1 + floor(log U / log(1 - rate)).
 

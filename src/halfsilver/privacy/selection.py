@@ -120,7 +120,7 @@ class Selection:
         Args:
             selections: How many (default: one).
         """
-        trials = Trials(self.each.max_releases, self.trials, self.eta)
+        trials = Trials(self.each.count().count, self.trials, self.eta)
         return replace(self.each.count(), count=1 if selections is None else selections, trials=trials)
 
     def epsilon(self, delta: float | None = None, accountant: Accountant = "rdp") -> float:

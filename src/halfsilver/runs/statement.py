@@ -11,12 +11,17 @@ from typing import Any
 from halfsilver.privacy.accounting import Accountant, Count, epsilon_of, total_accountant
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.selection import Plan, Selection
+from halfsilver.privacy.strategies import Correlated
 from halfsilver.runs.folder import UNSAFE
 
 STATEMENT_VERSION = 2  # 1 gave the total of several mechanisms at twice the delta, no budget and no remarks
 SELECTION_VERSION = 3  # of a selection, which has no figures by PLD
 
 _ONE_STEP = "gaussian, rounded to a grid, on the sum of clipped gradients"
+_CORRELATED = (
+    "gaussian with correlated noise, rounded to a grid, on the sums of clipped gradients of all steps together; "
+    "neighbours differ in one unit, whose place is empty in the other"
+)
 _SELECTION = f"the best of a random number of runs, which nobody learns; in each run: {_ONE_STEP}"
 
 
@@ -56,7 +61,7 @@ def make_statement(
         "adjacency": ledger.adjacency,
         "unit": plan.unit,
         "sampler": plan.sampler,
-        "mechanism": _SELECTION if selects else _ONE_STEP,
+        "mechanism": _mechanism(plan),
         "plan": plan.to_dict(),
         "delta": delta,
         "epsilon_planned": {by: plan.epsilon(delta, by) for by in plan.accountants},
@@ -65,6 +70,12 @@ def make_statement(
         "not_private_because": list(stamps),
     }
     return made if version == 1 else {**made, "remarks": list(remarks)}
+
+
+def _mechanism(plan: Plan) -> str:
+    if isinstance(plan, Selection):
+        return _SELECTION
+    return _CORRELATED if isinstance(plan.noise, Correlated) else _ONE_STEP
 
 
 def spent_by(plan: Plan, steps: int, delta: float) -> dict[str, Any]:

@@ -201,6 +201,8 @@ class BudgetFilter:
         # What is planned stays the same while steps are taken, so the accountant's cache has the answer.
         if not wanted or rule is None or rule.fits(history.planned()):
             return wanted
+        if run.charge(run.remaining).count <= 1:  # of correlated noise: the first step pays for all, and others nothing
+            return wanted if rule.fits([*history.counts(), run.charge(wanted)]) else 0
         taken = history.totals[run.mechanism]
         ceiling = self._ceilings.get((rule, run.mechanism))
         others = _others(history, run)
@@ -215,7 +217,7 @@ class BudgetFilter:
         """Why one more step of the run does not fit."""
         rule = self._rule(history, run)
         assert rule is not None, "without a budget nothing is refused"
-        return rule.refusal([*history.counts(), run.plan.count(1)])
+        return rule.refusal([*history.counts(), run.charge(1)])
 
     def _rule(self, history: History, run: Run) -> Rule | None:
         first = history.first or run
@@ -230,7 +232,7 @@ def _others(history: History, run: Run) -> _Others:
 
 def _room(history: History, run: Run, rule: Rule) -> int:
     spent = history.counts()
-    return most(lambda k: rule.fits([*spent, run.plan.count(k)]), run.remaining)
+    return most(lambda k: rule.fits([*spent, run.charge(k)]), run.remaining)
 
 
 def most(fits: Callable[[int], bool], wanted: int) -> int:

@@ -40,6 +40,11 @@ class Run:
         """Steps of the plan (spare ones included) that are left; none after the finish."""
         return 0 if self.closed else self.plan.max_releases - self.spent
 
+    def charge(self, steps: int) -> MechanismCount:
+        """What so many further steps add to what counts. With correlated noise the first one counts for all."""
+        before, after = self.plan.count(self.spent), self.plan.count(self.spent + steps)
+        return replace(after, count=after.count - before.count)
+
     @property
     def mechanism(self) -> Mechanism:
         step = self.plan.count()
@@ -275,7 +280,7 @@ class History:
         self.runs[run.run_id] = replace(run, spent=run.spent + count)
         if count:
             self.first = self.first or run
-            self.totals[run.mechanism] += count
+            self.totals[run.mechanism] += run.charge(count).count
 
     def _spend_elsewhere(self, entry: External) -> None:
         """Count it. It never becomes the first step: a budget's rule hangs on the plan of a run."""
@@ -302,7 +307,7 @@ class History:
         """All steps, if every open run went on to the end of its plan."""
         totals = self.totals.copy()
         for run in map(self.runs.__getitem__, self.open):
-            totals[run.mechanism] += run.remaining
+            totals[run.mechanism] += run.charge(run.remaining).count
         return self._as_counts(totals)
 
     def _as_counts(self, totals: Counter[Mechanism]) -> list[Count]:

@@ -290,7 +290,7 @@ class Ledger:
         """
         self._refresh()
         torn = self._torn_steps()
-        return merged([*self._history.counts(), *([torn[0].plan.count(torn[1])] if torn else [])])
+        return merged([*self._history.counts(), *([torn[0].charge(torn[1])] if torn else [])])
 
     def spent(self, delta: float | None = None, accountant: Accountant | None = None) -> float:
         """Epsilon of all steps so far: an odometer.

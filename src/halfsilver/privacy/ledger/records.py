@@ -163,7 +163,7 @@ _POSSIBLE: dict[str, Callable[[Any], bool]] = {
     "block_max": lambda value: is_whole(value, 1),
     "noise_multiplier": is_positive,
     "sampling_rate": lambda value: is_positive(value) and value <= 1,
-    "sampler": lambda value: value in ("poisson", "full"),
+    "sampler": lambda value: value in ("poisson", "full", "separated"),
     "count": lambda value: is_whole(value, 1),
     "updates": is_whole,
     "totals": lambda value: isinstance(value, list),

@@ -15,7 +15,8 @@ from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.releases import Releases
-from halfsilver.privacy.sampling import poisson_chunks
+from halfsilver.privacy.sampling import poisson_chunks, turn_chunks
+from halfsilver.privacy.strategies import Correlated
 from halfsilver.privacy.users.engine import Engine, Round
 from halfsilver.privacy.users.fold import Fold
 from halfsilver.privacy.users.rehearsal import rehearse
@@ -84,6 +85,10 @@ class UserUpdates:
         return self.out.noisy(fold.total)
 
     def _drawn(self) -> Tensor:
-        chunks = poisson_chunks(self._engine.population, self.plan.sampling_rate, _DRAWN_AT_ONCE, self.out.entropy)
+        population, plan = self._engine.population, self.plan
+        if isinstance(plan.noise, Correlated):
+            pieces = list(turn_chunks(population, plan.batches_per_pass, _DRAWN_AT_ONCE, self.out.round))
+            return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+        chunks = poisson_chunks(population, plan.sampling_rate, _DRAWN_AT_ONCE, self.out.entropy)
         numbers = [torch.arange(c.start, c.stop) if isinstance(c, slice) else c for c in chunks]
         return torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64)
