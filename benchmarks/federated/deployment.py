@@ -2,6 +2,7 @@
 
     python -m benchmarks.federated.deployment --out DIR           keeps everything in DIR; the log is DIR/deployment.log
     python -m benchmarks.federated.deployment --out DIR --json    the result as JSON
+    python -m benchmarks.federated.deployment --noise correlated  users in turn, and correlated noise
 
 SuperLink with TLS and node authentication, four SuperNodes of 35 users each, the app of examples/flower_app. After
 two rounds a node is killed, and in the middle of the fourth the link (SIGKILL, with its ServerApp). Then both are
@@ -27,6 +28,9 @@ from torch import Tensor
 
 from benchmarks.federated.loopback import Loopback
 from halfsilver.federated.flower import Enrolment
+from halfsilver.privacy.correlated import inverse
+from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.strategies import Correlated
 
 APP = Path(__file__).parents[2] / "examples" / "flower_app"
 NODES, USERS, ROUNDS = 4, 35, 6
@@ -36,16 +40,18 @@ _SECONDS = 480
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for keys, logs, run and model (default: a temporary one)")
+    parser.add_argument("--noise", choices=("independent", "correlated"), default="independent")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
-        result = deployment((args.out or Path(temporary)).resolve(), quiet=args.json)
+        folder = (args.out or Path(temporary)).resolve()
+        result = deployment(folder, quiet=args.json, correlated=args.noise == "correlated")
     if args.json:
         print(json.dumps(result, indent=1))
     return 0
 
 
-def deployment(folder: Path, quiet: bool = False) -> dict[str, Any]:
+def deployment(folder: Path, quiet: bool = False, correlated: bool = False) -> dict[str, Any]:
     """Raises if anything is not as it should be."""
     say = teller(folder, quiet)
     with Loopback(folder, say) as loop:
@@ -56,11 +62,11 @@ def deployment(folder: Path, quiet: bool = False) -> dict[str, Any]:
         Enrolment(tuple(loop.new_key(n, USERS) for n in names)).save(folder / "members.json")
         say(f"certificates, {NODES} node keys, members.json and data files made")
         _start(loop, names)
-        killed = _interrupted(loop, folder)
+        killed = _interrupted(loop, folder, correlated)
         loop.start_link()
         start_node(loop, names[-1])
         say(f"SuperLink and {names[-1]} started again; the other nodes reconnect by themselves")
-        lines = _finished(loop, folder)
+        lines = _finished(loop, folder, correlated)
     result = _checked(folder, lines, killed)
     say(f"all processes ended; ledger: {result['spent_steps']} steps spent for {result['updates']} updates; verified")
     return result
@@ -79,7 +85,7 @@ def start_node(loop: Loopback, name: str) -> None:
     loop.start_node(name, config={"data": str(loop.folder / "data" / f"{name}.safetensors")})
 
 
-def config(folder: Path) -> dict[str, Any]:
+def config(folder: Path, correlated: bool = False) -> dict[str, Any]:
     return {
         "run-dir": folder / "run",
         "members": folder / "members.json",
@@ -88,12 +94,13 @@ def config(folder: Path) -> dict[str, Any]:
         "rounds": ROUNDS,
         "round-seconds": 90.0,
         "min-online": NODES - 1,
+        "correlated": correlated,
     }
 
 
-def _interrupted(loop: Loopback, folder: Path) -> dict[str, int]:
+def _interrupted(loop: Loopback, folder: Path, correlated: bool) -> dict[str, int]:
     """The first run: after two rounds a node dies, in the middle of the fourth the link, and with it the run."""
-    run = loop.run_app(APP, config(folder))
+    run = loop.run_app(APP, config(folder, correlated))
     loop.say("flwr run: the ServerApp starts")
     wait_for_round(loop, folder, run, 2)
     loop.kill(f"node{NODES}")
@@ -129,8 +136,8 @@ def rounds_done(folder: Path) -> int:
     return max((json.loads(line)["step"] for line in lines), default=0)
 
 
-def _finished(loop: Loopback, folder: Path) -> list[str]:
-    run = loop.run_app(APP, config(folder))
+def _finished(loop: Loopback, folder: Path, correlated: bool) -> list[str]:
+    run = loop.run_app(APP, config(folder, correlated))
     loop.say("flwr run again: the run folder goes on")
     out, _ = run.communicate(timeout=_SECONDS)
     lines = [line for line in out.splitlines() if line.startswith("round ")]
@@ -148,6 +155,7 @@ def _checked(folder: Path, lines: Sequence[str], killed: Mapping[str, int]) -> d
     history = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     result = {
         "nodes": NODES,
+        "sampler": verified["statement"]["sampler"],
         "population": NODES * USERS,
         "updates": verified["step"],
         "spent_steps": verified["statement"]["spent_so_far"]["steps"],
@@ -170,10 +178,12 @@ def _checked(folder: Path, lines: Sequence[str], killed: Mapping[str, int]) -> d
     return result
 
 
-def noise_alone(plan: Mapping[str, float], weights: Mapping[str, Tensor]) -> float:
+def noise_alone(fields: Mapping[str, Any], weights: Mapping[str, Tensor]) -> float:
     """A norm that a release without any reply exceeds once in a million rounds (5 standard deviations)."""
-    numbers = float(sum(t.numel() for t in weights.values()))
-    scale = plan["noise_multiplier"] * plan["max_grad_norm"] / plan["expected_batch_size"]
+    plan, numbers = PrivacyPlan.from_dict(fields), float(sum(t.numel() for t in weights.values()))
+    scale = plan.step_noise * plan.max_grad_norm / plan.expected_batch_size
+    if isinstance(plan.noise, Correlated):  # a step has its own fresh noise, and a part of that of earlier ones
+        scale *= float(inverse(plan.noise.coefficients.column(plan.max_releases)).norm())
     return scale * (math.sqrt(numbers) + 5 / math.sqrt(2))
 
 

@@ -22,7 +22,7 @@ import torch
 
 import halfsilver as hs
 from halfsilver.privacy.correlated import buffered, prefix_error
-from halfsilver.privacy.strategies import Banded, Participation
+from halfsilver.privacy.strategies import Banded, Participation, Strategy
 from halfsilver.runs.folder import versions, write_json
 
 BATCHES, DELTA = 100, 1e-6
@@ -36,7 +36,7 @@ def row(epsilon: float, passes: int) -> dict[str, Any]:
     asked: dict[str, Any] = {"epsilon": epsilon, "delta": DELTA, "population": BATCHES, "batch_size": 1}
     sampled = hs.PrivacyPlan.calibrate(**asked, steps=steps)
     whole = hs.PrivacyPlan.calibrate(**{**asked, "batch_size": BATCHES}, steps=1)  # one release of all
-    noise = {
+    noise: dict[str, Strategy] = {
         "in turn": Banded((1.0,)),
         "correlated": buffered(once),
     }

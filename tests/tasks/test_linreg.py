@@ -77,6 +77,16 @@ def test_a_column_is_the_estimators_run(prepared: Prepared, monkeypatch: pytest.
     assert a == pytest.approx(b, rel=5e-3)
 
 
+def test_whitening_is_a_root_of_the_damped_inverse(prepared: Prepared) -> None:
+    """Against the symmetric root: the same inverse, and the same norms of rows, up to float32."""
+    root, norms = prepared.whitening(0.3)
+    values, vectors = torch.linalg.eigh(prepared.hessian / prepared.curvature)
+    symmetric = (vectors * ((values + 0.3) / 1.3).rsqrt()) @ vectors.T
+    torch.testing.assert_close((root.T @ root).double(), symmetric @ symmetric, rtol=1e-4, atol=1e-4)
+    x = prepared.problem.private[0].to_dense()[:50].double()
+    torch.testing.assert_close(norms[:50].double(), (x @ symmetric).norm(dim=1), rtol=1e-4, atol=0.0)
+
+
 def test_columns_do_not_depend_on_each_other(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linreg, "noise_multiplier", lambda steps: 0.0)
     points = [Point(6, 1e-3, 5e-3), Point(3, 2e-3, 1e-2)]

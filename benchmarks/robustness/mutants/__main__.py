@@ -1,6 +1,6 @@
-"""Does the audit find bugs? Twenty-five of them, each put into the real code from outside, and clean runs beside them.
+"""Does the audit find bugs? Thirty-two of them, each put into the real code from outside, and clean runs beside them.
 
-    python -m benchmarks.robustness.mutants [--json] [--seeds 10] [--clean 200] [--workers 2] [--only NAME]
+    python -m benchmarks.robustness.mutants [--json] [--seeds 10] [--clean 200] [--workers 2] [--only NAME ...]
 
 A mutant is killed in a run if an instrument alarms, the changed code was called, and nothing raised an error. Each run
 draws its own noise and batches from the system, so ten seeds are ten runs. The table shows, for every instrument, in
@@ -29,10 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=10, help="runs of each mutant")
     parser.add_argument("--clean", type=int, default=200, help="runs of the library as it is, over all loops")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--only", choices=list(MUTANTS), metavar="NAME", help=f"one of: {', '.join(MUTANTS)}")
+    parser.add_argument(
+        "--only", choices=list(MUTANTS), nargs="+", metavar="NAME", help=f"some of: {', '.join(MUTANTS)}"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(arguments)
-    names = [args.only] if args.only else list(MUTANTS)
+    names = args.only or list(MUTANTS)
     result = mutants(names, seeds=args.seeds, clean=args.clean, processes=args.workers, quiet=args.json)
     print(json.dumps(result, indent=1) if args.json else shown(result))
     passed = result["killed"] == result["total"] and not result["false_alarms"] and not result["errors"]
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def mutants(names: Sequence[str], *, seeds: int, clean: int, processes: int, quiet: bool = False) -> dict[str, Any]:
     started = time.monotonic()
     jobs = [Job(setting=MUTANTS[name].setting, mutant=name) for name in names for _ in range(seeds)]
-    jobs += [Job(setting=setting) for setting in _clean_settings(clean)]
+    jobs += [Job(setting=setting) for setting in _clean_settings(names, clean)]
     outcomes: list[Outcome] = []
     with workers(processes) as pool:
         for outcome in map(attempt, jobs) if pool is None else pool.map(attempt, jobs):
@@ -64,10 +66,13 @@ def mutants(names: Sequence[str], *, seeds: int, clean: int, processes: int, qui
     }
 
 
-def _clean_settings(count: int) -> Iterator[Setting]:
-    """All loops in turn, and the very runs in which mutants are looked for."""
-    loops = [Setting(loop=loop, replay=loop != "attach_mirror") for loop in LOOPS]  # Opacus's cannot be replayed
-    distinct = list(dict.fromkeys([*loops, *(mutant.setting for mutant in MUTANTS.values())]))
+def _clean_settings(names: Sequence[str], count: int) -> Iterator[Setting]:
+    """All loops in turn, and the very runs in which mutants are looked for; of some mutants, their loops alone."""
+    looked = [MUTANTS[name].setting for name in names]
+    own = {setting.loop for setting in looked}
+    chosen = [loop for loop in LOOPS if loop in own or len(names) == len(MUTANTS)]
+    loops = [Setting(loop=loop, replay=loop != "attach_mirror") for loop in chosen]  # Opacus's cannot be replayed
+    distinct = list(dict.fromkeys([*loops, *looked]))
     yield from (distinct[i % len(distinct)] for i in range(count))
 
 

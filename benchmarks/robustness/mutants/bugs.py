@@ -30,8 +30,10 @@ from halfsilver.privacy.gradients.book.example_gradients import SquaredNorms
 from halfsilver.privacy.gradients.hooks import OpacusHooks
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
+from halfsilver.privacy.noise_chain import NoiseChain
 from halfsilver.privacy.passes import PrivatePasses
 from halfsilver.privacy.releases import Releases
+from halfsilver.privacy.strategies import Correlated
 from halfsilver.privacy.users import engine
 
 Bug = Callable[[], list[Change]]
@@ -266,6 +268,61 @@ def padded_shard() -> list[Change]:
     return [Change(PrivateBatches, "__init__", opened), Change(PrivateBatches, "_in_data", in_data)]
 
 
+# ---- correlated noise
+
+
+def coefficient_off_by_one() -> list[Change]:
+    """What is carried over is that of one step later."""
+
+    def carried(real: Any, self: NoiseChain, place: slice) -> Tensor:
+        assert self._decays is not None
+        return (self._factors * self._decays[:, 0]) @ self._held[:, place]
+
+    return [Change(NoiseChain, "_carried", carried)]
+
+
+def state_used_twice() -> list[Change]:
+    """Every other step puts back what the chain remembered before the step before it, as an old checkpoint would."""
+    held: dict[tuple[int, int], Tensor] = {}
+
+    def follow(real: Any, self: NoiseChain, fresh: Tensor, start: int) -> Tensor:
+        place = self._held[:, start : start + len(fresh)]
+        key = id(self), start
+        if self._step % 2 and key in held:
+            place.copy_(held[key])
+        held[key] = place.clone()
+        found: Tensor = real(self, fresh, start)
+        return found
+
+    return [Change(NoiseChain, "follow", follow)]
+
+
+def chain_begun_in_every_step() -> list[Change]:
+    def noisy(real: Any, self: Releases, total: ClippedSum) -> Any:
+        self._chain = None
+        return real(self, total)
+
+    return [Change(Releases, "noisy", noisy)]
+
+
+def half_the_turns() -> list[Change]:
+    """Records come back after half the separation."""
+
+    def chunks(real: Any, population: int, turns: int, *args: Any) -> Any:
+        return real(population, turns // 2, *args)
+
+    return [Change(batches, "turn_chunks", chunks)]
+
+
+def one_participation_counted() -> list[Change]:
+    """The noise hides one step of a record, and not all of them together."""
+
+    def sensitivity(real: Any, self: Correlated, rounds: int) -> float:
+        return float(torch.linalg.vector_norm(self.coefficients.column(rounds)))
+
+    return [Change(Correlated, "sensitivity", sensitivity)]
+
+
 # ---- the rest of a step
 
 
@@ -307,11 +364,11 @@ def ledger_off_by_one() -> list[Change]:
     """The first step of a run is not written down, and the ledger does not count again when the run ends."""
     begun: WeakSet[Releases] = WeakSet()
 
-    def intend(real: Any, self: Releases) -> int:
+    def intend(real: Any, self: Releases) -> Any:
         if self in begun:
-            return int(real(self))
+            return real(self)
         begun.add(self)
-        return 1
+        return 1, 1
 
     def finish(real: Any, self: Ledger, run_id: str, updates: int) -> Any:
         return real(self, run_id, min(updates, self.runs[run_id].spent))

@@ -71,6 +71,7 @@ class Mutant:
 
 _BOOK = Setting(loop="trainer/book")
 _TWO = Setting(loop="two processes")
+_TURNS = Setting(loop="correlated noise")
 _SMALL = replace(_BOOK, canaries=20, replay=True)
 
 MUTANTS: dict[str, Mutant] = {
@@ -110,5 +111,10 @@ MUTANTS: dict[str, Mutant] = {
     "frozen weight written by a user": Mutant(
         bugs.frozen_weight_written_by_a_user, replace(_SMALL, loop="federated"), by=("C",)
     ),
+    "coefficient off by one": Mutant(bugs.coefficient_off_by_one, _TURNS, by=("B",)),
+    "state of the noise used twice": Mutant(bugs.state_used_twice, _TURNS, by=("B",)),
+    "chain begun in every step": Mutant(bugs.chain_begun_in_every_step, _TURNS, by=("B",)),
+    "half the separation": Mutant(bugs.half_the_turns, replace(_TURNS, canaries=1000), by=("A", "B")),
+    "one participation counted": Mutant(bugs.one_participation_counted, replace(_TURNS, canaries=1000), by=("A", "B")),
     "Gram norm cancels": Mutant(bugs.gram_norm_cancels, Setting(loop="layer/embedding", replay=True), by=("B", "C")),
 }

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import halfsilver as hs
 from halfsilver.federated import PublicUsers
 from halfsilver.federated.flower import Enrolment, MirrorStrategy, Settings
+from halfsilver.privacy.strategies import INDEPENDENT
 from halfsilver.trainer import StepReport
 
 from . import task
@@ -23,7 +24,8 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     enrolment, data = Enrolment.load(str(config["members"])), Path(str(config["data"]))
-    trainer = make_trainer(enrolment.population, int(config["rounds"]), int(config["spare-rounds"]))
+    rounds, spare = int(config["rounds"]), int(config["spare-rounds"])
+    trainer = make_trainer(enrolment.population, rounds, spare, correlated=bool(config["correlated"]))
     (x, y), keys = task.read(data / "public.safetensors")
     trainer.pretrain((x, y), epochs=5, seed=0)  # the start of a new run; one that goes on has its own weights
     users = [(x[of_user], y[of_user]) for of_user in (torch.tensor(keys) == u for u in sorted(set(keys)))]
@@ -40,8 +42,10 @@ def main(grid: Grid, context: Context) -> None:
         save_file(trainer.model.state_dict(), str(config["model-file"]))
 
 
-def make_trainer(population: int, rounds: int, spare: int) -> hs.Trainer:
+def make_trainer(population: int, rounds: int, spare: int, *, correlated: bool = False) -> hs.Trainer:
     model, rate = task.model(), 0.5
+    # Users by secret coins; or in turn, every other round, with noise that needs no secret.
+    noise = hs.Correlated().fitted(rounds + spare, passes_of=2) if correlated else INDEPENDENT
     plan = hs.PrivacyPlan(
         steps=rounds,
         spare_steps=spare,  # for rounds that a crash interrupts
@@ -50,6 +54,7 @@ def make_trainer(population: int, rounds: int, spare: int) -> hs.Trainer:
         noise_multiplier=1.0,
         max_grad_norm=task.CLIP,
         unit="user",
+        noise=noise,
     )
     return hs.Trainer(
         model,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from scipy import stats
 
 from halfsilver.auditing.observe import Array, Kind, Observation
-from halfsilver.privacy.accounting import MechanismCount, epsilon_of
+from halfsilver.privacy.accounting import epsilon_of
+from halfsilver.privacy.strategies import Correlated
 
 Instrument = Literal["A", "B", "C", "reconciliation"]
 
@@ -96,7 +97,7 @@ def lower_bound(observation: Observation, alpha: float, delta: float = DELTA) ->
         return 0.0
     if not math.isfinite(mu):
         return math.inf
-    count = MechanismCount(noise_multiplier=1 / mu, sampling_rate=plan.sampling_rate, count=plan.max_releases)
+    count = replace(plan.count(), noise_multiplier=1 / mu)
     # Ten times as coarse, and as fast, as the accountant's own. It rounds up, which shows where epsilon is small.
     rough = epsilon_of([count], delta, "pld", interval=1e-3)
     return rough if rough > 1 else epsilon_of([count], delta, "pld", interval=max(1e-5, 1e-4 * rough))
@@ -117,10 +118,8 @@ def separation(observation: Observation, alpha: float) -> float:
 
 
 def canaries(observation: Observation) -> tuple[Array, Array]:
-    """Scores of canaries in steps that read them, and scores of numbers that no record belongs to."""
-    inside = (observation.kinds == Kind.IN) & (observation.sampled > 0)
-    outside = np.isin(observation.kinds, (Kind.OUT, Kind.BROKEN))
-    return observation.scores[inside], observation.scores[:, outside].ravel()
+    """Scores of canaries in releases that they took part in, and scores of numbers that no record belongs to."""
+    return observation.moved(Kind.IN), observation.moved(Kind.OUT, Kind.BROKEN)
 
 
 def _upper(hits: int, trials: int, alpha: float) -> float:
@@ -138,7 +137,7 @@ def _upper(hits: int, trials: int, alpha: float) -> float:
 
 def p_values(observation: Observation) -> Iterator[tuple[str, float]]:
     """The probability of the observed sampling and noise, or of something further off, under the plan."""
-    if observation.plan.sampling_rate < 1:
+    if observation.plan.sampler == "poisson":
         yield from _sampler(observation)
     yield from _noise(observation)
 
@@ -156,7 +155,7 @@ def _sampler(observation: Observation) -> Iterator[tuple[str, float]]:
 
 
 def _noise(observation: Observation) -> Iterator[tuple[str, float]]:
-    noise = observation.noise / observation.plan.noise_multiplier
+    noise = observation.noise / observation.plan.step_noise
     values = noise[~np.isnan(noise) | ~np.isfinite(observation.scores)]
     if not np.isfinite(values).all():
         yield "finite scores", 0.0
@@ -224,8 +223,7 @@ def _scales(noise: Array) -> float:
 
 def _largest(observation: Observation) -> float:
     """The chance of so large a score of a canary whose gradient cancels, if none moves the sum by more than C."""
-    chosen = (observation.kinds == Kind.CANCELLING) & (observation.sampled > 0)
-    scores = observation.scores[chosen]
+    scores = observation.moved(Kind.CANCELLING)
     if not len(scores):
         return 1.0
     excess = (float(scores.max()) - 1 - _ROUNDING) / observation.plan.noise_multiplier
@@ -248,13 +246,21 @@ def _certain(observation: Observation) -> Iterator[Finding]:
     reads = observation.reads
     yield _exact("B", "reads of a record in one step", reads.sum(0).max(initial=0), at_most=1)
     yield _exact("B", "processes that read a record", (reads.sum(1) > 0).sum(0).max(initial=0), at_most=1)
-    if observation.plan.sampling_rate == 1:
+    if isinstance(observation.plan.noise, Correlated):
+        early = _early(reads.sum(0) > 0, observation.plan.noise.separation or 1)
+        yield _exact("B", "records that take part again too early", early, at_most=0)
+    if observation.plan.sampler == "full":
         yield _exact("B", "records left out of a full batch", (reads.sum(0) == 0).sum(), at_most=0)
     for name in ("intents", "noise_draws"):
         value, limit = getattr(observation, name), observation.releases
         yield _count("reconciliation", f"{name} = releases", value, limit, alarm=value != limit)
     planned = observation.plan.max_releases
     yield _exact("reconciliation", "releases <= planned", observation.releases, at_most=planned)
+
+
+def _early(reads: Array, separation: int) -> int:
+    """How many pairs of steps of one record, [T, R], are less than the separation apart."""
+    return sum(int((reads[:-apart] & reads[apart:]).sum()) for apart in range(1, min(separation, len(reads))))
 
 
 def _exact(instrument: Instrument, test: str, value: int, *, at_most: int) -> Finding:

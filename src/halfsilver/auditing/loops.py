@@ -43,6 +43,7 @@ from halfsilver.mirror import (
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import BackendName, Performance
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.strategies import Buffered, Correlated
 from halfsilver.privacy.users import InProcess, PrivateUsers
 from halfsilver.trainer import Trainer
 
@@ -115,6 +116,12 @@ def federated(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: int 
     users = lambda records: InProcess(PrivateUsers(records), LocalTraining(lr=1.0, batch_size=1))  # noqa: E731
     audited = trainer_loop("federated", private=users)
     return audited(replace(plan, unit="user"), folder, replace(layout, layer="embedding"), unsafe_seed)
+
+
+def correlated(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: int | None = None) -> Observation:
+    """Records that take turns, and correlated noise with the plan's noise multiplier for the whole run."""
+    noise = Correlated(separation=plan.batches_per_pass, strategy=Buffered((0.9, 0.3), (0.35, 0.2)))
+    return trainer_loop("correlated noise")(replace(plan, noise=noise), folder, layout, unsafe_seed)
 
 
 def keyed_users(plan: PrivacyPlan, folder: Path, layout: Layout, unsafe_seed: int | None = None) -> Observation:
@@ -363,6 +370,7 @@ LOOPS: dict[str, Run] = {
     "attach_mirror": opacus_loop,
     "federated": federated,
     "users by key": keyed_users,
+    "correlated noise": correlated,
     "linear model": linear_model,
     "classifier": classifier,
     "two processes": two_processes,

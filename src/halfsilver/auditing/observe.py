@@ -13,6 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.strategies import Correlated
 
 Array = np.ndarray
 
@@ -76,10 +77,48 @@ class Observation:
         return flat.reshape(self.scores.shape)
 
     @property
+    def strategy(self) -> Array | None:
+        """C, [T, T], of a run with correlated noise, and None for independent noise. C times the noise is fresh noise.
+
+        It is made from the coefficients of the plan, and not by the code that draws the noise.
+        """
+        if not isinstance(self.plan.noise, Correlated):
+            return None
+        column = self.plan.noise.coefficients.column(len(self.scores)).numpy()
+        return np.stack([np.pad(column, (t, 0))[: len(column)] for t in range(len(column))], axis=1)
+
+    @property
     def noise(self) -> Array:
-        """Scores to which no record should have contributed, [T, 2, width]; NaN elsewhere."""
+        """Fresh noise of each step, where no record should have contributed, [T, 2, width]; NaN elsewhere.
+
+        With correlated noise, a record that was read once shows in later steps, too.
+        """
+        if self.strategy is not None:
+            silent = np.isin(self.kinds, (Kind.OUT, Kind.BROKEN))
+            return np.where(silent, np.tensordot(self.strategy, self.scores, 1), np.nan)
         touched = (self.sampled > 0) & (self.kinds != Kind.BROKEN)
         return np.where(touched, np.nan, self.scores)
+
+    def moved(self, *kinds: Kind) -> Array:
+        """One score for each release that a number of these kinds belongs to; one record should move it by at most 1.
+
+        With independent noise these are the steps that read its record, or all steps if it is nobody's. With correlated
+        noise the whole run is one release. A record that is read in steps P moves C y by v = sum_P C_t, which is
+        public, so the best score is the length of C y along v, over the sensitivity. Numbers that are nobody's take the
+        v of another.
+        """
+        chosen = np.isin(self.kinds, kinds)
+        if self.strategy is None:
+            nobodys = np.isin(self.kinds, (Kind.OUT, Kind.BROKEN))
+            return self.scores[chosen & ((self.sampled > 0) | nobodys)]
+        moves = np.tensordot(self.strategy, self.sampled, 1).reshape(len(self.scores), -1)
+        known = np.flatnonzero(moves.any(0))
+        moves = moves[:, known[np.arange(moves.shape[1]) % len(known)]] * (~moves.any(0)) + moves
+        fresh = np.tensordot(self.strategy, self.scores, 1).reshape(moves.shape)
+        sensitivity = self.plan.step_noise / self.plan.noise_multiplier
+        lengths = (moves * fresh).sum(0) / np.linalg.norm(moves, axis=0)
+        found: Array = lengths[chosen.ravel()] / sensitivity
+        return found
 
     @property
     def noise_draws(self) -> int:

@@ -123,9 +123,10 @@ def observe(run: Run, plan: PrivacyPlan, folder: Path, layout: Layout, *, replay
 def replayed(run: Run, plan: PrivacyPlan, folder: Path, layout: Layout, leaver: Kind) -> Replay:
     """Two runs on the same random numbers: with the record of kind `leaver` at the end of the data, and without it.
 
-    Batches of half the data, so that it is read in some of a few steps and not in others.
+    Batches of half the data, so that it is read in some of a few steps and not in others. Turns stay as they are; then
+    the last record is there in one run, and its place is empty in the other.
     """
-    rate = min(1.0, max(0.5, plan.sampling_rate))
+    rate = plan.sampling_rate if plan.sampler == "separated" else min(1.0, max(0.5, plan.sampling_rate))
     short = replace(plan, steps=_REPLAY_STEPS, spare_steps=0, sampling_rate=rate)
     small = replace(layout, canaries=_REPLAY_CANARIES, last=leaver)
     with_it = run(short, folder / "with", small, _SEED)

@@ -143,7 +143,7 @@ class NoiseChain:
         held = self._held[:, place]
         fresh.sub_(self._carried(place).round_())
         if self._decays is not None:
-            held.mul_(self._decays).add_(fresh)
+            torch.addcmul(fresh, self._decays, held, out=held)
         elif len(held):
             held[self._step % len(held)] = fresh
         return fresh

@@ -67,7 +67,11 @@ class Prepared:
         return self.inverse @ (x.t() @ y[:, None] / (len(y) * self.curvature)).squeeze(1)
 
     def whitening(self, damping: float) -> tuple[Tensor, Tensor]:
-        """U = ((H / curvature + damping) / (1 + damping))^-1/2 from public rows, and |U x| for each private row x."""
+        """U with U'U = ((H / curvature + damping) / (1 + damping))^-1 from public rows, and |U x| for private rows x.
+
+        Any such U gives the same run up to a rotation, and so the same law of its result. That of a Cholesky
+        factorisation takes a tenth of the time of the symmetric root.
+        """
         return _whitening(self, damping)
 
     @cached_property
@@ -77,10 +81,11 @@ class Prepared:
 
 @lru_cache(maxsize=2)  # of the trials of a search, whose points come damping by damping
 def _whitening(prepared: Prepared, damping: float) -> tuple[Tensor, Tensor]:
-    values, vectors = torch.linalg.eigh((prepared.hessian / prepared.curvature).float())
-    root = (vectors * ((values.clamp_min(0) + damping) / (1 + damping)).rsqrt()) @ vectors.T
+    eye = torch.eye(prepared.problem.dim)
+    damped = ((prepared.hessian / prepared.curvature).float() + damping * eye) / (1 + damping)
+    root: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(damped), eye, upper=False)
     x = prepared.problem.private[0]
-    return root, torch.linalg.vector_norm(x @ root, dim=1)
+    return root, torch.linalg.vector_norm(x @ root.T.contiguous(), dim=1)
 
 
 def noise_multiplier(steps: int) -> float:
@@ -127,6 +132,6 @@ def update(prepared: Prepared, method: str, points: Sequence[Point], theta: Tens
         gradient = root @ gradient
     gradient += torch.randn(gradient.shape, generator=generator) * (sigma * clip)
     if root is not None:
-        gradient = root @ gradient
+        gradient = root.T @ gradient
     direction = prepared.inverse @ gradient if registered(method).has_mirror else gradient
     theta -= direction * (lr / (n * prepared.curvature))
