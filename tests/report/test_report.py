@@ -26,6 +26,7 @@ from halfsilver.report import write_report
 from halfsilver.report.figures import Picture
 from halfsilver.report.load import load
 from halfsilver.report.page import Html, inline, tag
+from halfsilver.report.parts import guarantee
 from halfsilver.report.study_page import study_page as typed_page
 from halfsilver.report.words import slug
 from halfsilver.runs.folder import RunFolder, read_json, write_json
@@ -380,6 +381,15 @@ def test_a_metric_may_have_a_slash_in_its_name(tmp_path: Path) -> None:
     found = read(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "Test val/error" in found.text
     assert any(path.name.startswith("val_error.") for path in (tmp_path / "figures").iterdir())
+
+
+def test_correlated_noise_is_described_by_who_takes_part() -> None:
+    fields = {"unit": "user", "sampling_rate": 0.1, "noise_multiplier": 2.0, "noise": {"separation": 10}}
+    shown = guarantee(fields, {"pld": 1.0, "rdp": 1.1}, 1e-5, "add-remove-one")
+    assert "each user at most once in 10 steps" in shown
+    assert "noise multiplier of the whole run" in shown
+    assert "sampling rate" not in shown
+    assert "sampling rate" in guarantee({**fields, "noise": None}, {"pld": 1.0, "rdp": 1.1}, 1e-5, "add-remove-one")
 
 
 def test_links_do_not_lead_out_of_the_folder(run_dir: Path, tmp_path: Path) -> None:

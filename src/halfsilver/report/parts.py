@@ -54,15 +54,21 @@ def guarantee(plan: Mapping[str, Any], epsilon: Mapping[str, Any], delta: Any, a
         ("epsilon of the selection", f"{digits(epsilon.get('rdp'))} by RDP, for all of its runs together"),
         ("expected number of runs", plain(plan.get("trials"))),
     ]
+    noise, correlated = plan.get("noise_multiplier"), plan.get("noise")
+    apart = (
+        f"each {unit} at most once in {plain(correlated.get('separation'))} steps; who takes part need not be secret"
+        if isinstance(correlated, Mapping)
+        else None
+    )
     rows = [
         *(selection if "trials" in plan else [one_run]),
         ("delta", plain(delta)),
         ("protected unit", _UNITS.get(unit, unit)),
         ("adjacency", f"{adjacency}: {_ADJACENCY.get(adjacency, '')}".removesuffix(": ")),
         ("private steps of each run" if "trials" in plan else "private steps", plain(plan.get("steps"))),
-        ("sampling rate", plain(plan.get("sampling_rate"))),
+        *([("sampling rate", plain(plan.get("sampling_rate")))] if apart is None else [("participation", apart)]),
         ("expected batch", plain(plan.get("expected_batch_size"))),
-        ("noise multiplier", plain(plan.get("noise_multiplier"))),
+        ("noise multiplier" if apart is None else "noise multiplier of the whole run", plain(noise)),
         ("clip norm", plain(plan.get("max_grad_norm"))),
     ]
     return facts(rows)
