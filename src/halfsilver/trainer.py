@@ -572,7 +572,7 @@ class Trainer:
         with own_randomness(0, [self._device]):  # a public data set may draw
             known = alike and alike.rows.batch(torch.arange(min(_PROBE_ROWS, len(alike.rows))), self._device)
         if isinstance(private, Engine):
-            run |= {"public_rows": known, "step": lambda: self._state.step}
+            run |= {"public_rows": known, "step": lambda: self._state.step, "folder": session.folder.attendance}
             return UserUpdates(self.model, self.loss_fn, private, self.plan, **run)
         if alike is not None:
             self._public_example = alike.rows.example()

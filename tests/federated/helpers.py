@@ -64,6 +64,7 @@ def source(
         entropy=entropy or OsEntropy(),
         world=World(),
         step=lambda: 0,
+        folder=folder / "attendance",
     )
 
 

@@ -7,15 +7,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message
 from torch import Tensor
 
 import halfsilver as hs
@@ -33,10 +34,12 @@ from halfsilver.federated.flower import (
 from halfsilver.federated.flower.keys import private_key
 from halfsilver.federated.flower.wire import from_record, to_record
 from halfsilver.mirror import PublicLoss
+from halfsilver.privacy.strategies import Buffered
 from halfsilver.runs.verify import verify
 from tests.federated.flower_grid import (
     FAST,
     FakeGrid,
+    Node,
     asked,
     client,
     enrolled,
@@ -129,6 +132,40 @@ def test_a_link_that_dies_costs_one_step_and_the_run_goes_on(tmp_path: Path) -> 
     assert second.result.updates == 6
     assert json.loads((tmp_path / "run" / "statement.json").read_text())["spent_so_far"]["steps"] == 7
     assert verify(tmp_path / "run")["finished"]
+
+
+def test_with_correlated_noise_no_node_is_asked_or_heard_too_early(tmp_path: Path) -> None:
+    """20 nodes of which some are away, one that sends each of its replies again in every later round, and a link that
+    dies. Rounds are counted by the ledger; the separation is 4.
+    """
+    noise = hs.Correlated(separation=4, strategy=Buffered((0.9,), (0.3,)))
+    p = plan(steps=12, spare_steps=1, sampling_rate=0.25, expected_batch_size=5.0, noise=noise)
+    ledger, sent, when = tmp_path / "run" / "ledger.jsonl", list[Message](), dict[int, list[int]]()
+
+    def noted(node: Node, message: Message) -> Sequence[Message]:
+        when.setdefault(node.node_id, []).append(ledger.read_text().count('"intent"'))
+        reply = node.honest(message)
+        if node.node_id != 100:
+            return [reply]
+        sent.append(reply)
+        return [*sent, reply]
+
+    made = nodes(tmp_path, [1] * 20)
+    for node in made:
+        node.reply, node.online = noted, node.node_id % 7 != 3
+    grid = FakeGrid(made)
+    grid.breaks_at = 23
+    with pytest.raises(ConnectionError):
+        strategy(made, tmp_path, trainer=trainer(plan=p, checkpoint_seconds=0.0)).start(grid)
+    second = strategy(made, tmp_path, trainer=trainer(plan=p, checkpoint_seconds=0.0))
+    second.start(FakeGrid(made))
+    assert second.result is not None
+    assert second.result.updates == 12
+    assert min(later - earlier for seen in when.values() for earlier, later in pairwise(seen)) >= 4
+    assert {node.node_id for node in made if not node.online}.isdisjoint(when)
+    assert sum(map(len, when.values())) > 40
+    assert sum(second.refused.values()) > 0
+    assert verify(tmp_path / "run")["statement"]["sampler"] == "separated"
 
 
 def test_arguments_of_start_that_contradict_the_trainer_are_refused(tmp_path: Path) -> None:

@@ -126,6 +126,13 @@ class Releases:
         self.count += 1
 
     @property
+    def begun(self) -> bool:
+        """Whether the ledger counts a step of this run, of whichever process, and it may take another; on rank 0."""
+        assert self._ledger is not None, "rank 0 has the ledger"
+        run = self._ledger.runs[self._run_id]
+        return run.spent > 0 and run.closed is None
+
+    @property
     def head(self) -> Head | None:
         """The ledger's record of this run's latest steps, for the checkpoint; None on a rank without the ledger."""
         return self._ledger.runs[self._run_id].last if self._ledger else None

@@ -28,6 +28,7 @@ class RunFolder:
         statement.json          the privacy statement
         metrics.jsonl           one line per report
         checkpoint.safetensors  the latest state
+        attendance/             users of the last rounds, where users who are present take part with correlated noise
         ledger.jsonl            unless the run uses the data set's own ledger elsewhere; beside it ledger.jsonl.head
     """
 
@@ -37,6 +38,7 @@ class RunFolder:
         self.statement = self.path / "statement.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoint = self.path / "checkpoint.safetensors"
+        self.attendance = self.path / "attendance"
         self.ledger = self.path / "ledger.jsonl"
 
     @contextmanager

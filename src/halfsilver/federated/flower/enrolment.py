@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -112,6 +112,23 @@ class Enrolment:
     def population(self) -> int:
         """The number of enrolled users over all members, revoked ones included."""
         return sum(m.users for m in self.members)
+
+    def users_of(self, fingerprints: Collection[str]) -> list[int]:
+        """The users that some nodes serve.
+
+        Args:
+            fingerprints: Those of the nodes.
+
+        Returns:
+            User numbers in rising order.
+        """
+        starts = accumulate((m.users for m in self.members), initial=0)
+        return [
+            user
+            for member, start in zip(self.members, starts, strict=False)
+            if member.fingerprint in fingerprints
+            for user in range(start, start + member.users)
+        ]
 
     def by_member(self, users: Iterable[int]) -> dict[Member, list[int]]:
         """Group users by the node that serves them.

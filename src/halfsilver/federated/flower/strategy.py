@@ -11,11 +11,13 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from cryptography.exceptions import UnsupportedAlgorithm
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor
 
 from halfsilver._core.averaging import copy_to
 from halfsilver._core.tensors import trainable
@@ -262,6 +264,19 @@ class MirrorStrategy(Strategy):
         """The number of enrolled users."""
         return self.enrolment.population
 
+    def present(self) -> Tensor:
+        """Users whose nodes are connected now, for runs with correlated noise; waits for ``Settings.min_online`` nodes.
+
+        Returns:
+            User numbers in rising order.
+
+        Raises:
+            ConfigError: If `start` was not called.
+        """
+        grid = self._reached()
+        self._wait()
+        return torch.tensor(self.enrolment.users_of(self._online(grid).keys()), dtype=torch.int64)
+
     def contributions(self, round: Round) -> Iterator[Contribution]:
         """Yield the contributions of the drawn users whose nodes answer in time.
 
@@ -274,14 +289,13 @@ class MirrorStrategy(Strategy):
         Raises:
             ConfigError: If `start` was not called.
         """
-        if self.grid is None:
-            raise ConfigError("Expected a grid to reach nodes by. Call start(grid) in the ServerApp.")
+        grid = self._reached()
         self._round = round
         self._wait()
         number, arrays = round.step + 1, to_record(trainable(round.model))
-        messages = list(self.configure_train(number, arrays, ConfigRecord(), self.grid))
+        messages = list(self.configure_train(number, arrays, ConfigRecord(), grid))
         wait = {"seconds": self.settings.round_seconds, "poll": self.settings.poll_seconds}
-        self.aggregate_train(number, exchange(self.grid, messages, **wait))
+        self.aggregate_train(number, exchange(grid, messages, **wait))
         heard = False
         try:
             for contribution in self._incoming:
@@ -292,6 +306,11 @@ class MirrorStrategy(Strategy):
                 self._public.wait()
         if messages and not heard:
             log(WARNING, "Round %d: no node answered as it should; the logs of the nodes may say why.", number)
+
+    def _reached(self) -> Grid:
+        if self.grid is None:
+            raise ConfigError("Expected a grid to reach nodes by. Call start(grid) in the ServerApp.")
+        return self.grid
 
     def _opened(self, server_round: int) -> Round:
         if self._round is None or self._round.step + 1 != server_round:

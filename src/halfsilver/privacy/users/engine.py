@@ -26,7 +26,7 @@ class Round:
         model: The model. An engine may train it in place but must leave it as it was.
         loss_fn: A function of model and batch that returns one number per example.
         users: Distinct user numbers below the engine's population, in rising order, as a tensor of int64. It is the
-            Poisson sample of this round and may be empty.
+            Poisson sample of this round, or with correlated noise those who may take part, and may be empty.
         max_grad_norm: The clip norm of one user's update, above 0. It is fixed for the whole run.
         seed: A fresh number per round, for dropout and other randomness of local training.
 
@@ -103,6 +103,32 @@ class Engine(Protocol):
         Returns:
             An iterator over contributions. Users that do not answer are missing from it.
         """
+        ...
+
+
+@runtime_checkable
+class WithPresence(Engine, Protocol):
+    """An engine that knows who can be reached now, as devices come and go.
+
+    With correlated noise, a round then asks users who are present and have not taken part lately, instead of those
+    whose turn it is.
+
+    Example:
+        >>> class AlwaysThree:
+        ...     population = 100
+        ...
+        ...     def contributions(self, round):
+        ...         return iter(())
+        ...
+        ...     def present(self):
+        ...         return torch.tensor([4, 8, 15])
+        >>> import torch
+        >>> isinstance(AlwaysThree(), WithPresence)
+        True
+    """
+
+    def present(self) -> Tensor:
+        """Numbers of users who can be asked now, distinct, as a tensor of int64. Whoever is missing is away."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import final
 
 import torch
@@ -10,14 +11,15 @@ from torch import Tensor, nn
 
 from halfsilver._core.distributed import World
 from halfsilver._core.tensors import Batch, LossFn, Tensors, trainable
-from halfsilver.errors import ConfigError
+from halfsilver.errors import ConfigError, require
 from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.releases import Releases
 from halfsilver.privacy.sampling import poisson_chunks, turn_chunks
 from halfsilver.privacy.strategies import Correlated
-from halfsilver.privacy.users.engine import Engine, Round
+from halfsilver.privacy.users.attendance import Attendance
+from halfsilver.privacy.users.engine import Engine, Round, WithPresence
 from halfsilver.privacy.users.fold import Fold
 from halfsilver.privacy.users.rehearsal import rehearse
 
@@ -30,6 +32,9 @@ class UserUpdates:
 
     Guarantee: as there, with a user in place of an example, whichever replies are missing, malformed or made up. An
     engine that brings sums is trusted to have clipped what is in them.
+
+    With correlated noise users take turns. Where the engine knows who is present, those take part who are, and were not
+    asked lately; `folder` then keeps who was.
 
     References:
         - McMahan, Ramage, Talwar and Zhang 2018, Learning Differentially Private Recurrent Language Models,
@@ -49,6 +54,7 @@ class UserUpdates:
         entropy: Entropy,
         world: World,
         step: Callable[[], int],
+        folder: Path,
         public_rows: Batch | None = None,
     ) -> None:
         if plan.unit != "user":
@@ -61,6 +67,10 @@ class UserUpdates:
         if public_rows is not None:
             rehearse(model, loss_fn, public_rows)
         self.out.register(1)  # rounds are long: each has a record of its own
+        self._attendance: Attendance | None = None
+        if isinstance(plan.noise, Correlated) and isinstance(engine, WithPresence):
+            apart = plan.noise.participation(plan.max_releases).separation
+            self._attendance = Attendance(folder, apart, begun=self.out.begun)
 
     def release(self) -> Tensors:
         """One noisy mean update. Raises `BudgetExceeded`, before any user is drawn, once plan or budget are used up."""
@@ -86,9 +96,20 @@ class UserUpdates:
 
     def _drawn(self) -> Tensor:
         population, plan = self._engine.population, self.plan
+        if self._attendance is not None:
+            most = round(plan.expected_batch_size)
+            return self._attendance.admit(self._present(), self.out.round, most, self.out.entropy)
         if isinstance(plan.noise, Correlated):
             pieces = list(turn_chunks(population, plan.batches_per_pass, _DRAWN_AT_ONCE, self.out.round))
             return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
         chunks = poisson_chunks(population, plan.sampling_rate, _DRAWN_AT_ONCE, self.out.entropy)
         numbers = [torch.arange(c.start, c.stop) if isinstance(c, slice) else c for c in chunks]
         return torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64)
+
+    def _present(self) -> Tensor:
+        assert isinstance(self._engine, WithPresence)
+        users, population = self._engine.present(), self._engine.population
+        known = users.dtype == torch.int64 and len(users) == len(set(users.tolist()))
+        inside = len(users) == 0 or (int(users.min()) >= 0 and int(users.max()) < population)
+        require(known and inside, "present()", users, f"to be distinct whole numbers from 0 to {population - 1}")
+        return users
