@@ -56,6 +56,19 @@ def test_compare_prints_one_json_object_and_goes_on(small: Path) -> None:
     assert "seed 0" not in again.stderr, "a finished run was done again"
 
 
+def test_compare_linreg_takes_the_options_of_a_study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+
+    def study(dims: Any, trials: int, out: Path, **options: Any) -> list[dict[str, Any]]:
+        given.update(dims=dims, trials=trials, **options)
+        return [{"dim": 500, "method": "warm", "mean": 0.01, "ci95": 0.001}]
+
+    monkeypatch.setattr("halfsilver.tasks.linreg.study.study", study)
+    done = invoke("compare", "linreg", "--dims", "500", "--trials", "3", "--workers", "1", "--json")
+    assert json.loads(done.stdout) == {"results": [{"dim": 500, "method": "warm", "mean": 0.01, "ci95": 0.001}]}
+    assert (given["dims"], given["trials"], given["workers"]) == ([500], 3, 1)
+
+
 @pytest.fixture
 def advisable(small: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same with so many public rows that pretraining holds out enough of them."""

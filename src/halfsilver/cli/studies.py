@@ -58,7 +58,7 @@ def compare(
 ) -> None:
     """Several methods side by side at one epsilon, and a verdict."""
     if task == "linreg":
-        return compare_linreg(dims, trials, out, as_json)
+        return compare_linreg(dims, trials, out, as_json, workers)
     from halfsilver.tasks.named import study_of_task
 
     study = study_of_task(
@@ -97,12 +97,12 @@ def show_summary(summary: Summary) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def compare_linreg(dims: list[int] | None, trials: int, out: Path | None, as_json: bool) -> None:
+def compare_linreg(dims: list[int] | None, trials: int, out: Path | None, as_json: bool, workers: int) -> None:
     """The paper's synthetic linear regression, which has data, search and exact mirror steps of its own."""
     from halfsilver.tasks.linreg.study import DIMS, study
 
     with tempfile.TemporaryDirectory() as temporary:
-        rows = study(dims or DIMS, trials, out or Path(temporary), tell=_tell)
+        rows = study(dims or DIMS, trials, out or Path(temporary), workers=workers, tell=_tell)
         if out is not None:
             from halfsilver.report.plots import linreg_figures
 
