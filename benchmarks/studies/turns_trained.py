@@ -29,7 +29,7 @@ from halfsilver.runs.folder import versions, write_json
 from halfsilver.tasks import files
 
 ARMS: dict[str, Noise] = {"sampled": INDEPENDENT, "correlated": hs.Correlated()}
-EPSILONS, RATES, SEEDS = (0.5, 2.0, 8.0), (0.5, 1.0, 2.0, 4.0, 8.0), 3
+EPSILONS, RATES, SEEDS = (0.5, 2.0, 8.0), (2.0, 4.0, 8.0, 16.0, 32.0), 3
 BATCHES, PASSES, ROWS, SET_ASIDE, DELTA = 100, 4, 60_000, 5_000, 1e-6
 
 Rows = tuple[Tensor, Tensor]

@@ -36,6 +36,7 @@ def problem(
     *,
     seed: int = 0,
     vocabulary: int = 4_000,
+    subwords: bool = False,
     units: int = 256,
     paper_vocab: bool = False,
     paper_overflow_split: bool = False,
@@ -49,12 +50,16 @@ def problem(
     the private ones, with at least `public_sentences` each, are public instead. The vocabulary is that of their text,
     the Brown corpus and Wikipedia, or with ``paper_vocab=True`` of all training text, which looks at private words.
 
+    With ``subwords=True`` it has pieces of words instead, learnt from the same public text, so that no word is unknown;
+    losses are per word in either case, but a model of whole words need not spell those that it does not know.
+
     ``paper_overflow_split=True`` is the paper's construction: what a private user wrote beyond `max_sentences` becomes
     a public user. These people are on both sides and have no user-level guarantee; their number is told and stamped.
     """
     options = Options(
         seed=seed,
         words=vocabulary,
+        subwords=subwords,
         paper_vocab=paper_vocab,
         paper_overflow_split=paper_overflow_split,
         max_sentences=max_sentences,
@@ -71,11 +76,11 @@ def problem(
         private=found.private,
         public=pooled(found.public_users),
         public_users=found.public_users,
-        validation=weighted(found.validation),
-        test=weighted(found.test),
-        curve=weighted(take_rows(found.test, drawn)),
+        validation=weighted(found.validation, found.begins),
+        test=weighted(found.test, found.begins),
+        curve=weighted(take_rows(found.test, drawn), found.begins),
         population=found.population,
-        about={**found.about, "test_rows": len(found.test[0]), "vocabulary_words": len(found.ids), "units": units},
+        about={**found.about, "test_rows": len(found.test[0]), "vocabulary_words": found.vocabulary, "units": units},
     )
 
 
@@ -99,10 +104,15 @@ def accuracy(model: Any, batch: Batch) -> Tensor:
     return _per_row(right.double(), known, [w[:, 1] for w in weights])
 
 
-def weighted(rows: Rows) -> WeightedRows:
-    """The rows with the weights of `loss_fn` and `accuracy`: one over the set's mean number of targets in a row."""
+def weighted(rows: Rows, begins: Tensor | None = None) -> WeightedRows:
+    """The rows with the weights of `loss_fn` and `accuracy`: one over the set's mean number of targets in a row.
+
+    For sub-words, `begins` says which numbers begin a word or end a sentence. Then a loss counts per word, and accuracy
+    per piece.
+    """
     words, targets = rows
-    counts = torch.stack([(targets != PAD).sum(), (targets >= len(SPECIAL)).sum()]).double()
+    counted = targets != PAD if begins is None else begins[targets]
+    counts = torch.stack([counted.sum(), (targets >= len(SPECIAL)).sum()]).double()
     return words, targets, (len(targets) / counts.clamp(min=1)).expand(len(targets), 2).contiguous()
 
 

@@ -8,17 +8,20 @@ nobody else's part, and no public user.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from halfsilver.errors import ConfigError, DataMissing, require
 from halfsilver.privacy.users.stores.base import PrivateUsers
 from halfsilver.privacy.users.stores.jsonl import JsonlUsers, Record, records
 from halfsilver.tasks import files
 from halfsilver.tasks.sentences import Rows, Sentence, encode, frequencies, sentences, untokenised, vocabulary
+from halfsilver.tasks.subwords import Subwords
 
 FILE = "stackexchange/users.jsonl"
 STACKEXCHANGE = files.Source("Stack Exchange posts and comments by user", "https://archive.org/details/stackexchange")
@@ -32,12 +35,19 @@ _OVERFLOW_RULE = "what a private user wrote beyond the limit is made a public us
 Posts = dict[str, list[Record]]
 
 
+class Numbered(Protocol):
+    """Rows of the first sentences of a text."""
+
+    def __call__(self, text: Iterable[Sentence], limit: int | None = None) -> Rows: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What is chosen about the data; see `stackexchange.problem`."""
 
     seed: int = 0
     words: int = 4_000
+    subwords: bool = False
     paper_vocab: bool = False
     paper_overflow_split: bool = False
     max_sentences: int = 256
@@ -47,6 +57,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("words", "max_sentences", "public_users"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(not (self.subwords and self.paper_vocab), "subwords", True, "not to go with paper_vocab")
         least, most = self.public_sentences, self.max_sentences
         require(0 <= least <= most, "public_sentences", least, f"from 0 to max_sentences={most}")
 
@@ -55,6 +66,7 @@ class Options:
 class Parts:
     """The private users behind their handle, and everybody else's rows: users one by one, or pooled.
 
+    `vocabulary` is the number of words or pieces; `begins` says of pieces which begin a word, and is None for words.
     `both_sides` is the number of people who are public and private at once; they have no user-level guarantee.
     """
 
@@ -63,9 +75,10 @@ class Parts:
     public_users: Sequence[Rows]
     validation: Rows
     test: Rows
-    ids: Mapping[str, int]
+    vocabulary: int
+    begins: Tensor | None
     both_sides: int
-    about: Mapping[str, Any]
+    about: dict[str, Any]
 
 
 def fraction(user: str, seed: int) -> float:
@@ -84,16 +97,21 @@ def parts(data: Path, options: Options) -> Parts:
     choose = _overflow if options.paper_overflow_split else _volunteers
     public = choose(posts, candidates, options)
     private = frozenset(candidates if options.paper_overflow_split else set(candidates) - set(public))
-    ids = _vocabulary(data, posts, candidates, list(public.values()), options)
+    written = list(public.values())
+    texts = [_other_text(data), _joined(written)] if options.subwords else []
+    pieces = Subwords.learn([list(text) for text in texts], options.words) if texts else None
+    ids = {} if pieces else _vocabulary(data, posts, candidates, written, options)
+    numbered: Numbered = pieces.encode if pieces else lambda text, limit=None: encode(text, ids, limit)
     limit, both_sides = options.max_sentences, len(private.intersection(public))
-    store = JsonlUsers(path, encode=lambda found: encode(said(found), ids, limit), chosen=private.__contains__)
+    store = JsonlUsers(path, encode=lambda found: numbered(said(found), limit), chosen=private.__contains__)
     return Parts(
         private=PrivateUsers(store),
         population=len(private),
-        public_users=[encode(text, ids) for text in public.values()],
-        validation=encode(_capped(posts, validation, limit), ids),
-        test=encode(_capped(posts, test, limit), ids),
-        ids=ids,
+        public_users=[numbered(text) for text in written],
+        validation=numbered(_capped(posts, validation, limit)),
+        test=numbered(_capped(posts, test, limit)),
+        vocabulary=len(pieces or ids),
+        begins=pieces.begins if pieces else None,
         both_sides=both_sides,
         about=_about(options, [len(posts), len(private), len(validation), len(test), len(public)], both_sides),
     )
@@ -142,8 +160,11 @@ def _vocabulary(
     """Numbers of words, counted on public text unless `paper_vocab`; the public users weigh as much as all else."""
     if options.paper_vocab:
         return vocabulary([frequencies(_capped(posts, candidates, options.max_sentences))], options.words)
-    theirs = (sentence for text in public for sentence in text)
-    return vocabulary([frequencies(_other_text(data)), frequencies(theirs)], options.words)
+    return vocabulary([frequencies(_other_text(data)), frequencies(_joined(public))], options.words)
+
+
+def _joined(texts: Iterable[Iterable[Sentence]]) -> Iterator[Sentence]:
+    return (sentence for text in texts for sentence in text)
 
 
 def _other_text(data: Path) -> Iterator[Sentence]:
@@ -163,11 +184,12 @@ def _about(options: Options, sizes: Sequence[int], both_sides: int) -> dict[str,
     words = (
         "all training text" if options.paper_vocab else "the text of the public users, the Brown corpus and Wikipedia"
     )
+    kind = "sub-words learnt from" if options.subwords else "counted on"
     stamps = [PAPER_VOCAB] if options.paper_vocab else []
     return {
         "data": "Stack Exchange posts and comments",
         "sentences": f"the first {options.max_sentences} of a user by time, cut after 20 words",
-        "vocabulary": f"counted on {words}",
+        "vocabulary": f"{kind} {words}",
         "split": {"rule": f"{_RULE}; {rule}", "seed": options.seed, **dict(zip(names, sizes, strict=True))},
         "stamps": [*stamps, *_overflow_stamp(options, both_sides)],
     }
