@@ -26,7 +26,7 @@ def test_each_task_has_a_workstation_recipe_and_the_two_of_the_paper() -> None:
         ("wikitext2", "workstation"), ("wikitext2", "eps15.7"), ("wikitext2", "eps1.71"), ("wikitext2", "ood"),
         ("cifar10", "short"), ("stackexchange", "workstation"), ("stackexchange", "paper"),
         ("cifar10", "fifth"), ("wikitext2", "fifth"), ("stackexchange", "fifth"),
-        ("cifar10", "paper"), ("emnist", "paper"),
+        ("cifar10", "paper"), ("emnist", "paper"), ("stackexchange", "subwords"),
     }  # fmt: skip
 
 
