@@ -54,11 +54,12 @@ def compare(
     workers: Annotated[int, typer.Option(help="Processes, of one thread each.")] = 2,
     dims: Annotated[list[int] | None, typer.Option(help="linreg: dimensions (default: 500, 1000, ..., 6000).")] = None,
     trials: Annotated[int, typer.Option(help="linreg: fresh data sets per dimension.")] = 20,
+    skew: Annotated[float, typer.Option(help="linreg: the variance of feature j goes with j^-skew.")] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Several methods side by side at one epsilon, and a verdict."""
     if task == "linreg":
-        return compare_linreg(dims, trials, out, as_json, workers)
+        return compare_linreg(dims, trials, out, as_json, workers, skew)
     from halfsilver.tasks.named import study_of_task
 
     study = study_of_task(
@@ -97,12 +98,14 @@ def show_summary(summary: Summary) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def compare_linreg(dims: list[int] | None, trials: int, out: Path | None, as_json: bool, workers: int) -> None:
+def compare_linreg(
+    dims: list[int] | None, trials: int, out: Path | None, as_json: bool, workers: int, skew: float
+) -> None:
     """The paper's synthetic linear regression, which has data, search and exact mirror steps of its own."""
     from halfsilver.tasks.linreg.study import DIMS, study
 
     with tempfile.TemporaryDirectory() as temporary:
-        rows = study(dims or DIMS, trials, out or Path(temporary), workers=workers, tell=_tell)
+        rows = study(dims or DIMS, trials, out or Path(temporary), workers=workers, skew=skew, tell=_tell)
         if out is not None:
             from halfsilver.report.plots import linreg_figures
 

@@ -16,33 +16,43 @@ NOISE_VARIANCE = 0.01  # of y, and so the risk of the best model, whatever the d
 
 _ENTRY = 0.05
 _FIRST, _SECOND = 40, 80  # entries of a row among the first fifth of the features, and among the others
-ROW_NORM = _ENTRY * (_FIRST + _SECOND) ** 0.5
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One trial. `private` is made up: this study never sees anyone's data."""
+    """One trial. `private` is made up: this study never sees anyone's data. Features are multiplied by `scales`."""
 
     dim: int
     theta: Tensor
+    scales: Tensor
     private: tuple[Tensor, Tensor]
     public: tuple[Tensor, Tensor]
 
+    def risk(self, estimates: Tensor) -> Tensor:
+        """Population mean squared error of each column of `estimates`."""
+        return risk((estimates.double().T * self.scales).T, self.theta * self.scales)
 
-def make_problem(dim: int, seed: int, private_rows: int = PRIVATE_ROWS) -> Problem:
-    """theta ~ N(0, I), y ~ N(x theta, 0.01); features as sparse CSR tensors in float32."""
+
+def make_problem(dim: int, seed: int, private_rows: int = PRIVATE_ROWS, skew: float = 0.0) -> Problem:
+    """theta ~ N(0, I), y ~ N(x theta, 0.01); features as sparse CSR tensors in float32.
+
+    `skew` is 0 in the paper. Above it, the variance of the j-th feature, in an order by chance, goes with j^-skew, and
+    its mean over features stays the same.
+    """
     rng = np.random.default_rng([dim, seed])
     theta = rng.standard_normal(dim)
+    variances = (1.0 + np.random.default_rng(dim).permutation(dim)) ** -skew
+    scales = np.sqrt(variances / variances.mean())
     public_rows = int(PUBLIC_ROWS_PER_FEATURE * dim)
-    private, public = (_rows(rng, n, dim, theta) for n in (private_rows, public_rows))
-    return Problem(dim, torch.from_numpy(theta), private, public)
+    private, public = (_rows(rng, n, dim, theta, scales) for n in (private_rows, public_rows))
+    return Problem(dim, torch.from_numpy(theta), torch.from_numpy(scales), private, public)
 
 
-def _rows(rng: np.random.Generator, n: int, dim: int, theta: np.ndarray) -> tuple[Tensor, Tensor]:
+def _rows(rng: np.random.Generator, n: int, dim: int, theta: np.ndarray, scales: np.ndarray) -> tuple[Tensor, Tensor]:
     fifth = dim // 5
     columns = np.concatenate([_distinct(rng, n, fifth, _FIRST), fifth + _distinct(rng, n, dim - fifth, _SECOND)], 1)
-    y = _ENTRY * theta[columns].sum(1) + NOISE_VARIANCE**0.5 * rng.standard_normal(n)
-    return sparse(columns, dim), torch.from_numpy(y).float()
+    y = _ENTRY * (theta * scales)[columns].sum(1) + NOISE_VARIANCE**0.5 * rng.standard_normal(n)
+    return sparse(columns, dim, _ENTRY * scales), torch.from_numpy(y).float()
 
 
 def _distinct(rng: np.random.Generator, n: int, size: int, count: int) -> np.ndarray:
@@ -50,11 +60,17 @@ def _distinct(rng: np.random.Generator, n: int, size: int, count: int) -> np.nda
     return np.sort(np.argpartition(rng.random((n, size), dtype=np.float32), count - 1, axis=1)[:, :count], axis=1)
 
 
-def sparse(columns: np.ndarray, dim: int) -> Tensor:
-    """A CSR tensor with the constant entry at `columns` of each row."""
+def sparse(columns: np.ndarray, dim: int, entries_of: np.ndarray) -> Tensor:
+    """A CSR tensor with the entries of the features at `columns` of each row."""
     starts = torch.arange(0, columns.size + 1, columns.shape[1])
-    entries = torch.full((columns.size,), _ENTRY)
+    entries = torch.from_numpy(entries_of[columns.ravel()]).float()
     return csr_tensor(starts, torch.from_numpy(columns.ravel()), entries, (len(columns), dim))
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """Euclidean norm of each row; all have the same number of entries."""
+    found: Tensor = x.values().view(len(x), -1).norm(dim=1)
+    return found
 
 
 def gram(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.study.method import NAMES, WHITENED, registered
-from halfsilver.tasks.linreg.data import ROW_NORM, Problem, gram, risk
+from halfsilver.tasks.linreg.data import Problem, gram, row_norms
 
 EPSILON, DELTA = 1.0, 1e-5
 METHODS = (*NAMES, WHITENED.name)
@@ -75,6 +75,10 @@ class Prepared:
         return _whitening(self, damping)
 
     @cached_property
+    def row_norms(self) -> Tensor:
+        return row_norms(self.problem.private[0])
+
+    @cached_property
     def transposed(self) -> Tensor:
         return self.problem.private[0].t().to_sparse_csr()
 
@@ -115,7 +119,7 @@ def run(prepared: Prepared, method: str, points: Sequence[Point], seed: int) -> 
         update(prepared, method, points[:active], last[:, :active], generator)
         total[:, :active] += last[:, :active]
     averaged = total / torch.tensor([float(p.steps) for p in points])
-    risks = {"last": risk(last, prepared.problem.theta), "average": risk(averaged, prepared.problem.theta)}
+    risks = {"last": prepared.problem.risk(last), "average": prepared.problem.risk(averaged)}
     return {(p, kind): float(r[i]) for kind, r in risks.items() for i, p in enumerate(points)}
 
 
@@ -124,9 +128,10 @@ def update(prepared: Prepared, method: str, points: Sequence[Point], theta: Tens
     (x, y), n = prepared.problem.private, len(prepared.problem.private[1])
     lr, clip = torch.tensor([p.lr for p in points]), torch.tensor([p.clip for p in points])
     sigma = torch.tensor([noise_multiplier(p.steps) for p in points])
-    root, norms = prepared.whitening(points[0].damping) if registered(method).geometry else (None, ROW_NORM)
+    shaped = registered(method).geometry
+    root, norms = prepared.whitening(points[0].damping) if shaped else (None, prepared.row_norms)
     residual = x @ theta - y[:, None]
-    residual *= (clip / (residual.abs() * torch.as_tensor(norms).reshape(-1, 1)).clamp_min(1e-20)).clamp_max(1.0)
+    residual *= (clip / (residual.abs() * norms.reshape(-1, 1)).clamp_min(1e-20)).clamp_max(1.0)
     gradient = prepared.transposed @ residual
     if root is not None:
         gradient = root @ gradient

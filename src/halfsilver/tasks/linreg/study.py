@@ -19,7 +19,7 @@ import torch
 
 from halfsilver.runs.folder import read_json, write_json
 from halfsilver.study.method import COLD, PDA, PUBLIC, WARM, WHITENED, registered
-from halfsilver.tasks.linreg.data import make_problem, risk
+from halfsilver.tasks.linreg.data import make_problem
 from halfsilver.tasks.linreg.methods import METHODS, Point, Prepared, run
 
 DIMS = tuple(range(500, 6001, 500))
@@ -101,11 +101,11 @@ def _search_at(state: Search, method: str, damping: float) -> Choice:
     return choice
 
 
-def search_method(dim: int, method: str, path: Path) -> None:
+def search_method(dim: int, method: str, path: Path, skew: float = 0.0) -> None:
     """Write the best setting of one method at one dimension."""
     torch.set_num_threads(1)
     started = time.monotonic()
-    prepared = [Prepared(make_problem(dim, seed)) for seed in _SEARCH_SEEDS]
+    prepared = [Prepared(make_problem(dim, seed, skew=skew)) for seed in _SEARCH_SEEDS]
     choice, means = search(prepared, method)
     record = {"point": asdict(choice[0]), "iterate": choice[1], "mean": means[choice], "tried": len(means) // 2}
     if registered(method).has_mirror:
@@ -115,18 +115,19 @@ def search_method(dim: int, method: str, path: Path) -> None:
     write_json(path, {**record, "seconds": time.monotonic() - started})
 
 
-def run_trial(dim: int, trial: int, out: Path) -> None:
+def run_trial(dim: int, trial: int, out: Path, skew: float = 0.0) -> None:
     """Every method on one fresh trial, at the settings that the search found; those that are there are kept."""
     torch.set_num_threads(1)
-    prepared, path = Prepared(make_problem(dim, trial)), _trial_file(out, dim, trial)
+    prepared, path = Prepared(make_problem(dim, trial, skew=skew)), _trial_file(out, dim, trial)
     mse: dict[str, float] = read_json(path)["mse"] if path.exists() else {}
     if PUBLIC.name not in mse:
-        mse[PUBLIC.name] = float(risk(prepared.public_model[:, None], prepared.problem.theta))
+        mse[PUBLIC.name] = float(prepared.problem.risk(prepared.public_model[:, None]))
     for method in (m for m in SEARCHED if m not in mse):
         record = read_json(_search_file(out, dim, method))
         point = Point(**record["point"])
         mse[method] = run(prepared, method, [point], seed=trial)[point, record["iterate"]]
-    write_json(path, {"dim": dim, "trial": trial, "mse": mse, "torch": torch.__version__})
+    skewed = {"skew": skew} if skew else {}
+    write_json(path, {"dim": dim, "trial": trial, "mse": mse, "torch": torch.__version__, **skewed})
 
 
 def _is_whole(path: Path) -> bool:
@@ -143,13 +144,22 @@ def _trial_file(out: Path, dim: int, trial: int) -> Path:
 
 
 def study(
-    dims: Sequence[int], trials: int, out: Path, *, workers: int = 2, tell: Callable[[str], None] = lambda text: None
+    dims: Sequence[int],
+    trials: int,
+    out: Path,
+    *,
+    skew: float = 0.0,
+    workers: int = 2,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Run what is missing, the largest dimensions first, and return one row per dimension and method."""
+    """Run what is missing, the largest dimensions first, and return one row per dimension and method.
+
+    A folder holds the results of one `skew`.
+    """
     out.mkdir(parents=True, exist_ok=True)
     order = sorted(dims, reverse=True)
-    searches = [(search_method, (dim, m, _search_file(out, dim, m))) for dim in order for m in SEARCHED]
-    runs = [(run_trial, (dim, trial, out)) for dim in order for trial in range(trials)]
+    searches = [(search_method, (dim, m, _search_file(out, dim, m), skew)) for dim in order for m in SEARCHED]
+    runs = [(run_trial, (dim, trial, out, skew)) for dim in order for trial in range(trials)]
     searches = [job for job in searches if not job[1][2].exists()]
     runs = [job for job in runs if not _is_whole(_trial_file(out, *job[1][:2]))]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
