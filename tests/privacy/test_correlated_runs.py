@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_separation_holds_over_losses_and_restarts(tmp_path: Path) -> None:
     p, done = plan(steps=80), 0
     while done < 80:
         mechanism = source(tmp_path, private, p)
-        data.step = lambda mechanism=mechanism: mechanism.out.round
+        data.step = partial(getattr, mechanism.out, "round")
         for _ in range(chance.randint(1, 9)):
             if done == 80:
                 break
@@ -290,6 +291,27 @@ def test_calibration_finds_separation_and_coefficients() -> None:
     assert isinstance(p.noise, Correlated)
     assert p.noise.separation == 6
     assert p.epsilon() <= 1 < hs.PrivacyPlan(**{**ONE, "noise_multiplier": p.noise_multiplier / 1.001}).epsilon(1e-5)
+
+
+def test_the_noise_of_sums_is_that_of_dense_matrices() -> None:
+    p = plan()
+    n = p.steps
+    rows_, cols = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
+    column = BUFFERED.column(n)
+    matrix = torch.where(rows_ >= cols, column[(rows_ - cols).clamp(min=0)], 0.0)
+    sums = torch.ones(n, n, dtype=torch.float64).tril() @ torch.linalg.inv(matrix)
+    assert p.sum_noise() == pytest.approx(p.step_noise * float(sums.square().sum(1).mean().sqrt()))
+
+
+def test_a_plan_knows_what_sampling_would_leave() -> None:
+    """At a large epsilon correlated noise leaves less, and at a small one more."""
+    asked: dict[str, Any] = {"delta": 1e-6, "population": 1000, "batch_size": 50, "epochs": 4}
+    for epsilon, better in ((8.0, True), (0.3, False)):
+        p = hs.PrivacyPlan.calibrate(**asked, epsilon=epsilon, noise=hs.Correlated(buffers=1))
+        by_coins = p.sampled()
+        assert by_coins.sampler == "poisson"
+        assert by_coins.epsilon() == pytest.approx(epsilon, rel=1e-3)
+        assert bool(p.sum_noise() < by_coins.sum_noise()) is better
 
 
 def test_a_selection_of_such_runs_counts_one_mechanism_for_each() -> None:

@@ -146,6 +146,37 @@ class PrivacyPlan:
 
         return self.noise_multiplier * self.noise.sensitivity(self.max_releases) * rounding(self.max_releases)
 
+    def sum_noise(self) -> float:
+        """The noise in the sum of all releases so far: the root mean square over steps of its standard deviation.
+
+        Returns:
+            A number in clip norms over the batch size. It tells which of two plans leaves less noise in a model that
+            adds up releases, as SGD with a constant learning rate does.
+
+        Example:
+            >>> plan = PrivacyPlan(steps=3, sampling_rate=1.0, expected_batch_size=10, noise_multiplier=2.0)
+            >>> round(plan.sum_noise() ** 2, 6)  # 4, 8 and 12
+            8.0
+        """
+        if isinstance(self.noise, Independent):
+            return self.noise_multiplier * math.sqrt((self.steps + 1) / 2)
+        from halfsilver.privacy.correlated import inverse
+
+        column = self.noise.coefficients.column(self.steps)
+        variances = inverse(column).cumsum(0).square().cumsum(0)
+        return self.step_noise * math.sqrt(float(variances.mean()))
+
+    def sampled(self) -> PrivacyPlan:
+        """The plan with Poisson samples and independent noise that has the same epsilon, for comparison.
+
+        Returns:
+            A plan with the same steps, batch and clip norm.
+
+        Raises:
+            ConfigError: This plan has no delta.
+        """
+        return replace(self, noise=INDEPENDENT).with_least_noise(self.epsilon())
+
     def count(self, steps: int | None = None) -> MechanismCount:
         """The plan's mechanism, so many times, as the accountant takes it. A run with correlated noise is one.
 
