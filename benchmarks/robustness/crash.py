@@ -51,9 +51,8 @@ from halfsilver.runs.verify import verify
 DELTA = 1e-5
 PLAN = hs.PrivacyPlan(steps=400, spare_steps=100_000, sampling_rate=0.05, expected_batch_size=20, noise_multiplier=20.0)
 # All spare steps count for correlated noise, so there are fewer, and a run may end before its schedule does.
-CORRELATED = replace(
-    PLAN, spare_steps=400, noise=hs.Correlated(separation=20, strategy=Buffered((0.98, 0.8, 0.3), (0.1, 0.1, 0.2)))
-)
+_BUFFERS = Buffered((0.98, 0.8, 0.3), (0.1, 0.1, 0.2))
+CORRELATED = replace(PLAN, spare_steps=400, noise=hs.Correlated(separation=20, strategy=_BUFFERS, order_kept=True))
 PLANS = {"independent": PLAN, "correlated": CORRELATED}
 _EVENTS = 100  # a life is at most about this long: some eight blocks with their checkpoints
 

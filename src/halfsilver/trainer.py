@@ -587,6 +587,11 @@ class Trainer:
         self._state = TrainState(
             step=0, mirror=self.mirror.init(params=params, public=psi), average=Average(self.average)
         )
+        correlated = self.plan.noise != Independent()
+        if correlated and self._shape is not None and self._shape.refresh is not None:
+            raise ConfigError(
+                "Expected a geometry without refresh: correlated noise of earlier steps does not cancel in new ones."
+            )
         if self._state.mirror and self._shape is not None and self._shape.refresh is not None:
             raise ConfigError(
                 f"{self.mirror!r} keeps a state in the coordinates of the start. Leave out refresh of the geometry, or "

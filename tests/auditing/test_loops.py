@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from halfsilver.auditing.run import replayed
 from halfsilver.privacy import noise, releases
 from halfsilver.privacy.gradients import base
 from halfsilver.privacy.gradients.vmap import Vmap
+from halfsilver.privacy.strategies import Buffered, Correlated
 
 pytest.importorskip("opacus")
 pytest.importorskip("sklearn")
@@ -58,6 +60,15 @@ def test_every_loop_is_quiet_at_a_small_size(name: str, tmp_path: Path) -> None:
     assert seen.scores.shape == (10, 2, 102)
     assert (seen.intents, seen.noise_draws, seen.releases) == (10, 10, 10)
     assert seen.sampled[:, seen.kinds == Kind.OUT].sum() == 0 < seen.sampled.sum()
+
+
+def test_a_replay_of_turns_reads_the_record_that_leaves_however_many_there_are(tmp_path: Path) -> None:
+    """50 batches in a pass, more than a replay has steps."""
+    turns = Correlated(separation=50, strategy=Buffered((0.9,), (0.3,)))
+    many = replace(plan_of(steps=10, sampling_rate=0.02), noise=turns)
+    found = replayed(trainer_loop("vmap", "vmap"), many, tmp_path, Layout(canaries=20), Kind.IN)
+    assert found.read.sum() == 6
+    assert float(found.reach.max()) == pytest.approx(1, abs=2e-3)
 
 
 @pytest.mark.parametrize(("broken", "instrument"), [("half the noise", "B"), ("ten clip norms", "A")])

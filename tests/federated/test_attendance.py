@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def test_who_is_asked_of_many_is_a_matter_of_chance(tmp_path: Path) -> None:
     """1,000 rounds of 10 of 20 users, each independent: a user is asked 500 times on average, with a standard deviation
     of 16; 100 off is 6 of them, with a chance below 1e-7 for all users.
     """
-    attendance, counts = Attendance(tmp_path, 1, begun=False), torch.zeros(20, dtype=torch.int64)
+    attendance, counts = Attendance(tmp_path, 1, next_round=0), torch.zeros(20, dtype=torch.int64)
     for number in range(1000):
         counts[attendance.admit(torch.arange(20), number, 10, OsEntropy())] += 1
     assert int(counts.sum()) == 10_000
@@ -118,10 +119,40 @@ def test_a_lost_or_damaged_record_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_record_that_is_ahead_of_the_ledger_is_refused(tmp_path: Path) -> None:
-    attendance = Attendance(tmp_path, 3, begun=False)
+    attendance = Attendance(tmp_path, 3, next_round=0)
     attendance.admit(torch.arange(4), 7, 10, OsEntropy())
     with pytest.raises(LedgerCorrupt, match="round 7"):
         attendance.admit(torch.arange(4), 7, 10, OsEntropy())
+    with pytest.raises(LedgerCorrupt, match="round 7"):
+        Attendance(tmp_path, 3, next_round=7)
+    Attendance(tmp_path, 3, next_round=8)
+
+
+class InTurn:
+    """The same devices, of which nobody knows who is here."""
+
+    population = Devices.population
+
+    def __init__(self, devices: Devices) -> None:
+        self.contributions = devices.contributions
+
+
+def test_an_engine_that_does_not_know_who_is_present_cannot_take_over(tmp_path: Path) -> None:
+    devices = Devices(seed=0)
+    source(tmp_path, devices, devices_plan(), nn.Linear(2, 1)).release()
+    with pytest.raises(ConfigError, match="method present"):
+        source(tmp_path, InTurn(devices), devices_plan(), nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_users_in_turn_wait_for_a_pass_after_a_restart_unless_they_keep_their_numbers(
+    tmp_path: Path, kept: bool
+) -> None:
+    p, devices = replace(devices_plan(), noise=replace(NOISE, order_kept=kept)), Devices(seed=0)
+    for _ in range(2):
+        updates = source(tmp_path, InTurn(devices), p, nn.Linear(2, 1))
+        updates.release()
+    assert updates.out._end == (2 if kept else 2 + APART - 1)
 
 
 @pytest.mark.parametrize("here", [torch.tensor([40]), torch.tensor([-1]), torch.tensor([1, 1]), torch.tensor([0.5])])

@@ -166,6 +166,9 @@ def test_with_correlated_noise_no_node_is_asked_or_heard_too_early(tmp_path: Pat
     assert sum(map(len, when.values())) > 40
     assert sum(second.refused.values()) > 0
     assert verify(tmp_path / "run")["statement"]["sampler"] == "separated"
+    for others in (made[1:], [made[1], made[0], *made[2:]]):
+        with pytest.raises(ConfigError, match="members"):
+            strategy(others, tmp_path, trainer=trainer(plan=p)).start(FakeGrid(made))
 
 
 def test_arguments_of_start_that_contradict_the_trainer_are_refused(tmp_path: Path) -> None:

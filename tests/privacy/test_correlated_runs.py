@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from halfsilver.errors import BudgetExceeded, ConfigError, LedgerCorrupt
 from halfsilver.privacy.correlated import sensitivity
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import UnsafeSeed
+from halfsilver.privacy.ledger.records import digest, line_of
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.noise_chain import NoiseChain, rounding
 from halfsilver.privacy.sampling import turn_chunks
@@ -36,8 +38,8 @@ BUFFERED, BANDED = Buffered((0.9, 0.3), (0.4, 0.2)), Banded((1.0, 0.5, 0.2))
 ROWS = 60
 
 
-def noise(separation: int = 6, strategy: Banded | Buffered = BUFFERED) -> Correlated:
-    return Correlated(separation=separation, strategy=strategy)
+def noise(separation: int = 6, strategy: Banded | Buffered = BUFFERED, order_kept: bool = True) -> Correlated:
+    return Correlated(separation=separation, strategy=strategy, order_kept=order_kept)
 
 
 def plan(**changes: Any) -> hs.PrivacyPlan:
@@ -63,10 +65,11 @@ def source(folder: Path, data: Any, p: hs.PrivacyPlan, model: nn.Module | None =
 class Watching(Dataset[Any]):
     """Notes which records are read in which step of the ledger, and fails when told to."""
 
-    def __init__(self, n: int = ROWS) -> None:
-        self.x, self.y = rows(n)
+    def __init__(self, order: Sequence[int] = range(ROWS)) -> None:
+        x, y = rows()
+        self.x, self.y = x[list(order)], y[list(order)]
         self.step: Callable[[], int] = lambda: -1
-        self.read: dict[int, list[int]] = {i: [] for i in range(n)}
+        self.read: dict[int, list[int]] = {i: [] for i in range(len(order))}
 
     def __len__(self) -> int:
         return len(self.x)
@@ -128,6 +131,51 @@ def test_separation_holds_over_losses_and_restarts(tmp_path: Path) -> None:
     apart = [later - earlier for steps in data.read.values() for earlier, later in pairwise(steps)]
     assert min(apart) >= 6
     assert len(apart) > 100
+
+
+def test_another_order_of_the_records_brings_nobody_early(tmp_path: Path) -> None:
+    """Records are known by their place unless they are said to keep it. So a run that is resumed waits for a pass."""
+    p, when = plan(steps=60, noise=noise(order_kept=False)), dict[int, list[int]]()
+    for seed in range(5):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed)).tolist()
+        data = Watching(order)
+        mechanism = source(tmp_path, PrivateData(data, example=(torch.zeros(6), 0)), p)
+        data.step = partial(getattr, mechanism.out, "round")
+        for _ in range(4):
+            mechanism.release()
+        for place, steps in data.read.items():
+            when.setdefault(order[place], []).extend(steps)
+    apart = [later - earlier for steps in when.values() for earlier, later in pairwise(steps)]
+    assert min(apart) >= 6
+    assert max(map(max, when.values())) == 5 * 4 + 4 * 5 - 1  # five steps are skipped four times
+
+
+def test_steps_that_somebody_else_counted_end_the_chain(tmp_path: Path) -> None:
+    """A torn record of another run is charged to this one, so that its steps no longer follow each other."""
+    mechanism = source(tmp_path, rows(), plan())
+    mechanism.out._block = 1
+    mechanism.release()
+    mechanism.release()
+    chain = mechanism.out._chain
+    with (tmp_path / "ledger.jsonl").open("ab") as file:
+        file.write(b'{"count":1,')
+    mechanism.release()
+    assert mechanism.out.round == 4  # the next; step 2 was charged for the torn record
+    assert mechanism.out._chain is not None
+    assert mechanism.out._chain is not chain
+    assert mechanism.out._chain._step == 1
+
+
+def test_a_chain_cannot_be_pickled() -> None:
+    with pytest.raises(TypeError, match="secret"):
+        pickle.dumps(NoiseChain(BUFFERED, 3, rounds=5, scale=1e6))
+
+
+def test_noise_that_float64_cannot_hold_is_refused_before_anything_is_spent(tmp_path: Path) -> None:
+    slow = noise(strategy=Buffered((1 - 1e-9,), (1e-3,)))
+    with pytest.raises(ConfigError, match="arithmetic"):
+        source(tmp_path, rows(), plan(noise=slow, noise_multiplier=1e5), nn.Linear(6, 3))
+    assert hs.Ledger.open(tmp_path / "ledger.jsonl").runs == {}
 
 
 def test_the_number_of_a_step_is_never_given_twice(tmp_path: Path) -> None:
@@ -245,7 +293,7 @@ def test_the_sensitivity_of_the_plan_is_that_of_all_its_steps() -> None:
 ONE: dict[str, Any] = {"steps": 1, "sampling_rate": 1.0, "expected_batch_size": 1, "noise_multiplier": 2.0}
 
 
-@pytest.mark.parametrize("strategy", [BUFFERED, BANDED])
+@pytest.mark.parametrize("strategy", [BUFFERED, BANDED, Banded([1, 0])])  # type: ignore[arg-type]
 def test_a_plan_goes_through_json(strategy: Banded | Buffered) -> None:
     p = plan(noise=noise(strategy=strategy))
     again = hs.PrivacyPlan.from_dict(json.loads(json.dumps(p.to_dict())))
@@ -275,6 +323,8 @@ def test_independent_plans_are_written_as_before() -> None:
         (lambda: plan(noise=None), "noise"),
         (lambda: Correlated(separation=0), "separation"),
         (lambda: Correlated(buffers=9), "buffers"),
+        (lambda: Correlated(strategy=(1.0, 0.5)), "strategy"),  # type: ignore[arg-type]
+        (lambda: Banded(("a",)), "coefficients"),  # type: ignore[arg-type]
         (lambda: hs.PrivacyPlan.from_dict({**plan().to_dict(), "noise": {"separation": 3}}), "strategy|correlated"),
         (lambda: hs.PrivacyPlan.from_dict({**plan().to_dict(), "noise": 3}), "correlated"),
     ],
@@ -373,8 +423,11 @@ def test_a_ledger_with_an_unknown_sampler_is_refused(tmp_path: Path) -> None:
     ledger = hs.Ledger.open(path)
     ledger.register_run("a", plan())
     ledger.intend("a")
-    path.write_bytes(path.read_bytes().replace(b'"separated"', b'"shuffled"'))
-    with pytest.raises(LedgerCorrupt):
+    *before, last = path.read_bytes().splitlines()
+    record = {**json.loads(last), "sampler": "shuffled"}
+    whole = line_of({**record, "hash": digest(record)})  # nothing else is wrong with it
+    path.write_bytes(b"\n".join([*before, whole]))
+    with pytest.raises(LedgerCorrupt, match="sampler='shuffled'"):
         hs.Ledger.open(path)
 
 

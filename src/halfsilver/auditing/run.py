@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from halfsilver.errors import require
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.strategies import Correlated
 from halfsilver.runs.folder import RunFolder
 from halfsilver.trainer import Trainer
 
@@ -123,11 +125,13 @@ def observe(run: Run, plan: PrivacyPlan, folder: Path, layout: Layout, *, replay
 def replayed(run: Run, plan: PrivacyPlan, folder: Path, layout: Layout, leaver: Kind) -> Replay:
     """Two runs on the same random numbers: with the record of kind `leaver` at the end of the data, and without it.
 
-    Batches of half the data, so that it is read in some of a few steps and not in others. Turns stay as they are; then
-    the last record is there in one run, and its place is empty in the other.
+    Batches of half the data, so that it is read in some of a few steps and not in others; of records that take turns,
+    in every other step. These keep their places, because the one that leaves is the last.
     """
-    rate = plan.sampling_rate if plan.sampler == "separated" else min(1.0, max(0.5, plan.sampling_rate))
-    short = replace(plan, steps=_REPLAY_STEPS, spare_steps=0, sampling_rate=rate)
+    noise, rate = plan.noise, min(1.0, max(0.5, plan.sampling_rate))
+    if isinstance(noise, Correlated):
+        noise = replace(noise, separation=min(noise.participation(plan.max_releases).separation, math.floor(1 / rate)))
+    short = replace(plan, steps=_REPLAY_STEPS, spare_steps=0, sampling_rate=rate, noise=noise)
     small = replace(layout, canaries=_REPLAY_CANARIES, last=leaver)
     with_it = run(short, folder / "with", small, _SEED)
     without = run(short, folder / "without", replace(small, absent=True), _SEED)

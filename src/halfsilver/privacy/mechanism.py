@@ -26,6 +26,7 @@ from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.passes import PrivatePasses
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.releases import Releases
+from halfsilver.privacy.strategies import Correlated
 
 # One durable ledger record covers about a second of steps, and at most a fiftieth of the plan: a kill loses no more.
 _BLOCK_SECONDS = 1.0
@@ -67,7 +68,9 @@ class PrivateGradient:
         self._world, self._entropy = world or World(), entropy or OsEntropy()
         self._given, self._model = model, whole_model(model)
         self._params = trainable(model)
-        adding = Adding.of(plan.expected_batch_size, plan.sampling_rate, self._world.size)
+        correlated = plan.noise if isinstance(plan.noise, Correlated) else None
+        most = plan.population / plan.batches_per_pass if correlated else plan.expected_batch_size
+        adding = Adding.of(most, plan.sampling_rate, self._world.size)
         with self._world.together(), untouched(self._model):
             self._pieces = Pieces(self._params, self._world)
             self._batches = PrivateBatches(
@@ -88,6 +91,9 @@ class PrivateGradient:
             block = self._steps_per_block()
         self._world.require_same("the private data", self._batches.population, _SAME_DATA)
         self.out.register(block)
+        if correlated and not correlated.order_kept and self.out.begun:
+            # In another process the records may come in another order, and with it their turns.
+            self.out.skip(correlated.participation(plan.max_releases).separation - 1)
 
     def release(self) -> Tensors:
         """One noisy mean gradient at the model's current parameters, in their dtypes and lying as they do.

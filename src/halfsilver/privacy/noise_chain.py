@@ -36,7 +36,7 @@ References:
 from __future__ import annotations
 
 import math
-from typing import final
+from typing import NoReturn, final
 
 import torch
 from torch import Tensor
@@ -84,6 +84,16 @@ def arithmetic(strategy: Strategy, rounds: int, scale: float) -> float:
     return total
 
 
+def check_arithmetic(strategy: Strategy, rounds: int, scale: float) -> None:
+    """Refuse noise for which float64 is not precise enough."""
+    error = arithmetic(strategy, rounds, scale)
+    if not error <= _MOST_ERROR:
+        raise ConfigError(
+            f"Expected an error of arithmetic of at most {_MOST_ERROR} units, found {error:.3g} for {strategy}, "
+            f"rounds={rounds} and scale={scale:.3g}. Use fewer buffers or rounds, or train fewer parameters."
+        )
+
+
 @final
 class NoiseChain:
     """The noise of one run for one model, or for one rank's share of it.
@@ -113,12 +123,7 @@ class NoiseChain:
         device: torch.device | None = None,
     ) -> None:
         require(dimension >= 0, "dimension", dimension, "at least 0")
-        error = arithmetic(strategy, rounds, scale)
-        if not error <= _MOST_ERROR:
-            raise ConfigError(
-                f"Expected an error of arithmetic of at most {_MOST_ERROR} units, found {error:.3g} for {strategy}, "
-                f"rounds={rounds} and scale={scale:.3g}. Use fewer buffers or rounds, or train fewer parameters."
-            )
+        check_arithmetic(strategy, rounds, scale)
         factors = strategy.scales if isinstance(strategy, Buffered) else strategy.coefficients[1:]
         self._held = torch.zeros((len(factors), dimension), dtype=torch.float64, device=device)
         self._factors = torch.tensor(factors, dtype=torch.float64, device=device)
@@ -126,6 +131,9 @@ class NoiseChain:
         if isinstance(strategy, Buffered):
             self._decays = torch.tensor(strategy.decays, dtype=torch.float64, device=device)[:, None]
         self._step = 0
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A NoiseChain is secret, and is neither copied to another process nor written to a file.")
 
     @property
     def bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import final
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from halfsilver._core.distributed import World
 from halfsilver._core.tensors import Tensors
+from halfsilver.errors import BudgetExceeded
 from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.gradients.base import ClippedSum, check_clip_norm
 from halfsilver.privacy.ledger import Head, Ledger
 from halfsilver.privacy.noise import add_noise, check_exactness, grid, noise_scale, noisy_mean
-from halfsilver.privacy.noise_chain import NoiseChain
+from halfsilver.privacy.noise_chain import NoiseChain, check_arithmetic
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.strategies import Correlated
 
@@ -25,9 +27,9 @@ class Releases:
 
     Only rank 0 of the `world` has, and needs, the ledger. A record of it covers `block` steps.
 
-    Correlated noise goes on from step to step in one chain. A step that came to nothing ends the chain, and the next
-    one begins anew, as after a crash: `noise_chain` has the proof that this costs nothing. It needs steps that are
-    numbered by the ledger, in which those that came to nothing count as well.
+    Correlated noise goes on from step to step in one chain. A step that came to nothing, or that the ledger counts and
+    nobody took, ends the chain, and the next one begins anew, as after a crash: `noise_chain` has the proof that this
+    costs nothing. So the steps of a chain follow each other in the numbers of the ledger.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class Releases:
         check_clip_norm(plan.max_grad_norm, self._dtypes)
         self._noise = plan.step_noise
         check_exactness(self._noise, plan.max_grad_norm, self._dimension)
+        if isinstance(plan.noise, Correlated):  # before anything is spent
+            check_arithmetic(plan.noise.coefficients, plan.max_releases, self._scale(plan.max_grad_norm))
         self.count, self._granted, self._intended, self._block = 0, 0, False, 1
         self._end = 0  # the number of steps that the ledger counts
         self._chain: NoiseChain | None = None
@@ -68,7 +72,10 @@ class Releases:
         if self._intended:
             self._intended, self._granted, self._chain = False, self._granted - 1, None
         if self._granted <= 0:  # no rank goes on before rank 0 has these steps on disk
+            before = self._end
             self._granted, self._end = self._world.from_lead(self._intend)
+            if self.round != before:  # others counted steps of this run: a torn record, or a copy of its folder
+                self._chain = None
         self._intended = True
 
     def _intend(self) -> tuple[int, int]:
@@ -107,9 +114,19 @@ class Releases:
             noise.coefficients,
             sum(t.numel() for t in total.tensors),
             rounds=self.plan.max_releases,
-            scale=noise_scale(self._noise, total.sensitivity) / grid(total.sensitivity, self._dimension),
+            scale=self._scale(total.sensitivity),
             device=total.tensors[0].device,
         )
+
+    def _scale(self, sensitivity: float) -> float:
+        """Standard deviation of fresh noise, in units of the grid."""
+        return noise_scale(self._noise, sensitivity) / grid(sensitivity, self._dimension)
+
+    def skip(self, steps: int) -> None:
+        """Let so many steps come to nothing, or as many as are left."""
+        with suppress(BudgetExceeded):
+            for _ in range(steps):
+                self.intend()
 
     def noisy_number(self, total: float) -> float:
         """A number that one unit moves by at most 1, with the plan's noise: one more release of the same mechanism."""
@@ -127,7 +144,16 @@ class Releases:
 
     @property
     def begun(self) -> bool:
-        """Whether the ledger counts a step of this run, of whichever process, and it may take another; on rank 0."""
+        """Whether the ledger counts a step of this run, of whichever process, and it may take another."""
+        return self._world.from_lead(self._begun)
+
+    @property
+    def next_round(self) -> int:
+        """The number of the next step that the ledger would grant; on rank 0."""
+        assert self._ledger is not None, "rank 0 has the ledger"
+        return self._ledger.runs[self._run_id].spent
+
+    def _begun(self) -> bool:
         assert self._ledger is not None, "rank 0 has the ledger"
         run = self._ledger.runs[self._run_id]
         return run.spent > 0 and run.closed is None

@@ -71,6 +71,7 @@ class Banded:
     coefficients: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "coefficients", _floats("coefficients", self.coefficients))
         falling = all(a >= b >= 0 for a, b in zip(self.coefficients, self.coefficients[1:], strict=False))
         require(
             len(self.coefficients) > 0 and self.coefficients[0] == 1 and falling,
@@ -113,6 +114,8 @@ class Buffered:
     scales: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        for name in ("decays", "scales"):
+            object.__setattr__(self, name, _floats(name, getattr(self, name)))
         require(all(0 < d < 1 for d in self.decays), "decays", self.decays, "in (0, 1)")
         require(
             len(self.scales) == len(self.decays) and min(self.scales, default=0) >= 0 and sum(self.scales) <= 1,
@@ -163,6 +166,10 @@ class Correlated:
         buffers: How many copies of the model the noise keeps, from 1 to 8. Default 4. More than 4 bring little.
         strategy: The coefficients, `Banded` or `Buffered`. Default None: `PrivacyPlan.calibrate` finds the buffers with
             the least error of prefix sums, in some seconds.
+        order_kept: Whether each record has the same place in the data whenever the run is resumed. Default False: then
+            a run that is resumed skips `separation` - 1 steps, because a record could come early otherwise. Set it to
+            True if the data come in a fixed order, such as that of a file, and keep enough `spare_steps` if not.
+            Devices that come when they can, and users with numbers of their own, need it neither way.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -183,8 +190,12 @@ class Correlated:
     separation: int | None = None
     buffers: int = field(default=4, compare=False)  # of no account once there is a strategy
     strategy: Banded | Buffered | None = None
+    order_kept: bool = False
 
     def __post_init__(self) -> None:
+        kinds = Banded | Buffered | None
+        require(isinstance(self.strategy, kinds), "strategy", self.strategy, "to be Banded, Buffered or None")
+        require(type(self.order_kept) is bool, "order_kept", self.order_kept, "to be True or False")
         whole = self.separation is None or (type(self.separation) is int and self.separation >= 1)
         require(whole, "separation", self.separation, "to be a whole number >= 1, or None")
         require(
@@ -241,10 +252,10 @@ class Correlated:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        found = self.coefficients
+        found, plain = self.coefficients, {"separation": self.separation, "order_kept": self.order_kept}
         if isinstance(found, Banded):
-            return {"separation": self.separation, "coefficients": list(found.coefficients)}
-        return {"separation": self.separation, "decays": list(found.decays), "scales": list(found.scales)}
+            return {**plain, "coefficients": list(found.coefficients)}
+        return {**plain, "decays": list(found.decays), "scales": list(found.scales)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Correlated:
@@ -257,14 +268,21 @@ class Correlated:
             ConfigError: It is not such.
         """
         try:
-            given = {name: tuple(map(float, value)) for name, value in values.items() if name != "separation"}
+            given = {name: value for name, value in values.items() if name not in ("separation", "order_kept")}
             strategy = Banded(**given) if "coefficients" in given else Buffered(**given)
-            return cls(separation=values["separation"], strategy=strategy)
+            return cls(separation=values["separation"], order_kept=values["order_kept"], strategy=strategy)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"Not correlated noise: {error!r}.") from error
 
 
 Noise = Independent | Correlated
+
+
+def _floats(name: str, values: Any) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, values))
+    except (TypeError, ValueError):
+        raise ConfigError(f"Expected {name}={values!r} to be numbers.") from None
 
 
 def blt_column(decays: Tensor, scales: Tensor, rounds: int) -> Tensor:

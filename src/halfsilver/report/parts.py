@@ -11,7 +11,10 @@ from halfsilver.report.page import Html, facts, inline, section, tag, warning
 from halfsilver.report.words import plain
 
 _UNITS = {"example": "one example (one row of the data)", "user": "one user, with all of their examples"}
-_ADJACENCY = {"add-remove-one": "two data sets are neighbours if one has one unit more than the other"}
+_ADJACENCY = {
+    "add-remove-one": "two data sets are neighbours if one has one unit more than the other",
+    "empty-one-place": "two data sets are neighbours if one has a unit whose place is empty in the other",
+}
 
 _COMPOSITION = {
     "filter": "The budget holds for all runs together, even if some were planned after looking at outputs of others.",

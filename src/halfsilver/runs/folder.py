@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -85,6 +86,7 @@ class RunFolder:
 
         The config goes last, so that a kill on the way leaves a folder that is still seen to be in use.
         """
+        shutil.rmtree(self.attendance, ignore_errors=True)
         for path in (self.checkpoint, self.metrics, self.statement, self.config):
             path.unlink(missing_ok=True)
 

@@ -18,11 +18,10 @@ STATEMENT_VERSION = 2  # 1 gave the total of several mechanisms at twice the del
 SELECTION_VERSION = 3  # of a selection, which has no figures by PLD
 
 _ONE_STEP = "gaussian, rounded to a grid, on the sum of clipped gradients"
-_CORRELATED = (
-    "gaussian with correlated noise, rounded to a grid, on the sums of clipped gradients of all steps together; "
-    "neighbours differ in one unit, whose place is empty in the other"
-)
-_SELECTION = f"the best of a random number of runs, which nobody learns; in each run: {_ONE_STEP}"
+_CORRELATED = "gaussian with correlated noise, rounded to a grid, on the clipped gradients of all steps together"
+_SELECTION = "the best of a random number of runs, which nobody learns; in each run: "
+# Of runs in which units take turns: those of the others must not change with it.
+EMPTY_PLACE = "empty-one-place"
 
 
 def default_delta(plan: Plan) -> float:
@@ -58,7 +57,7 @@ def make_statement(
     selects = isinstance(plan, Selection)
     made: dict[str, Any] = {
         "statement_version": SELECTION_VERSION if selects else version,
-        "adjacency": ledger.adjacency,
+        "adjacency": EMPTY_PLACE if plan.sampler == "separated" else ledger.adjacency,
         "unit": plan.unit,
         "sampler": plan.sampler,
         "mechanism": _mechanism(plan),
@@ -74,7 +73,7 @@ def make_statement(
 
 def _mechanism(plan: Plan) -> str:
     if isinstance(plan, Selection):
-        return _SELECTION
+        return _SELECTION + _mechanism(plan.each)
     return _CORRELATED if isinstance(plan.noise, Correlated) else _ONE_STEP
 
 

@@ -17,6 +17,7 @@ from halfsilver.errors import ConfigError, require
 from halfsilver.mirror import Finish, Geometry, Whitened
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.schedules import falling
+from halfsilver.privacy.strategies import INDEPENDENT
 from halfsilver.study.arena import rows_at
 from halfsilver.study.run import per_example
 from halfsilver.trainer import Trainer
@@ -164,6 +165,7 @@ def rehearse(
     plan, rows = trainer.plan, len(PublicRows(held_out))
     if plan.unit != "example":
         raise ConfigError("Expected a plan for examples: a rehearsal for users needs public users.")
+    require(plan.noise == INDEPENDENT, "noise", plan.noise, "to be independent for a rehearsal")
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     half = rows // 2
     # Repeated until one expected batch can be drawn, so signal and noise of a step are related as in the real run; and

@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
+from halfsilver._core import system
 from halfsilver._core.averaging import copy_to
 from halfsilver._core.tensors import trainable
 from halfsilver.errors import ConfigError, require
@@ -28,10 +29,14 @@ from halfsilver.federated.flower.exchange import exchange, patiently
 from halfsilver.federated.flower.keys import fingerprint, public_key
 from halfsilver.federated.flower.replies import Asked, Gate
 from halfsilver.federated.flower.wire import MODEL, TASK, fixed_part, from_record, to_record
+from halfsilver.privacy.strategies import Correlated
 from halfsilver.privacy.users import Contribution, Round
+from halfsilver.runs.folder import read_json, write_json
 from halfsilver.trainer import RunResult, Trainer
 
 Nodes = Mapping[str, tuple[int, bytes]]  # fingerprint -> node id and public key
+
+_MEMBERS = "members.json"  # in the run folder: whom the numbers of users stand for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +165,7 @@ class MirrorStrategy(Strategy):
             require(values is not None, "initial_arrays", list(initial_arrays), "to have the trainable parameters")
             copy_to(params, values or [])
         self.grid = grid
+        self._keep_numbers()
         self._first_nodes()
         self.summary()
         self.result = self.trainer.fit(self, self._public, run_dir=self._run_dir, **self._fit)
@@ -306,6 +312,23 @@ class MirrorStrategy(Strategy):
                 self._public.wait()
         if messages and not heard:
             log(WARNING, "Round %d: no node answered as it should; the logs of the nodes may say why.", number)
+
+    def _keep_numbers(self) -> None:
+        """With correlated noise, the number of a user must stand for the same person in all rounds of a run."""
+        if not isinstance(self.trainer.plan.noise, Correlated):
+            return
+        path = self._run_dir / _MEMBERS
+        now = [[m.name, m.users] for m in self.enrolment.members]
+        before = read_json(path)["members"] if path.exists() else []
+        require(
+            now[: len(before)] == before,
+            "members",
+            [name for name, _ in now],
+            f"to begin with {[name for name, _ in before]}, each with as many users as at the start of the run",
+            "Append new nodes at the end. A node with a new key keeps its place: replace its fingerprint.",
+        )
+        system.make_folder(self._run_dir.resolve())
+        write_json(path, {"members": now})
 
     def _reached(self) -> Grid:
         if self.grid is None:

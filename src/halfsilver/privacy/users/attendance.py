@@ -31,14 +31,14 @@ class Attendance:
     Args:
         folder: Where the files are. One process at a time may use it.
         separation: The least distance of two rounds of one user, at least 1.
-        begun: Whether the ledger counts a round of this run already, so that the folder must be there.
+        next_round: How many rounds of this run the ledger counts. If there are some, the folder must be there.
 
     Raises:
-        LedgerCorrupt: The folder is gone, or a file in it is damaged.
+        LedgerCorrupt: The folder is gone, a file in it is damaged, or it knows a round that the ledger does not.
     """
 
-    def __init__(self, folder: Path, separation: int, *, begun: bool) -> None:
-        if begun and not folder.is_dir():
+    def __init__(self, folder: Path, separation: int, *, next_round: int) -> None:
+        if next_round and not folder.is_dir():
             raise LedgerCorrupt(
                 f"{folder} is gone, so nobody knows who took part in the last {separation - 1} rounds. Restore it, or "
                 "begin a new run, which is paid for anew."
@@ -46,6 +46,7 @@ class Attendance:
         system.make_folder(folder.resolve())
         self._folder, self._separation = folder, separation
         self._recent = {int(path.stem): _read(path) for path in sorted(folder.glob(f"*{_SUFFIX}"))}
+        self._require_past(next_round)
 
     def admit(self, users: Tensor, number: int, most: int, entropy: Entropy) -> Tensor:
         """Those of `users` who may take part in round `number`, at most `most` of them by chance, and write them down.
@@ -59,8 +60,7 @@ class Attendance:
         Returns:
             User numbers in rising order.
         """
-        if self._recent and max(self._recent) >= number:
-            raise LedgerCorrupt(f"{self._folder} knows round {max(self._recent)}, but the ledger is at {number} only.")
+        self._require_past(number)
         lately = [torch.from_numpy(seen) for at, seen in self._recent.items() if number - at < self._separation]
         free = users[~torch.isin(users, torch.cat(lately))] if lately else users
         if len(free) > most:
@@ -69,6 +69,10 @@ class Attendance:
         chosen: Tensor = free.to(torch.int64).sort().values
         self._enter(chosen, number)
         return chosen
+
+    def _require_past(self, number: int) -> None:
+        if self._recent and max(self._recent) >= number:
+            raise LedgerCorrupt(f"{self._folder} knows round {max(self._recent)}, but the ledger is at {number} only.")
 
     def _enter(self, users: Tensor, number: int) -> None:
         if self._separation == 1:

@@ -68,9 +68,17 @@ class UserUpdates:
             rehearse(model, loss_fn, public_rows)
         self.out.register(1)  # rounds are long: each has a record of its own
         self._attendance: Attendance | None = None
-        if isinstance(plan.noise, Correlated) and isinstance(engine, WithPresence):
-            apart = plan.noise.participation(plan.max_releases).separation
-            self._attendance = Attendance(folder, apart, begun=self.out.begun)
+        if isinstance(plan.noise, Correlated):
+            apart, begun = plan.noise.participation(plan.max_releases).separation, self.out.begun
+            if isinstance(engine, WithPresence):
+                self._attendance = Attendance(folder, apart, next_round=self.out.next_round if begun else 0)
+            elif begun and folder.exists():
+                raise ConfigError(
+                    f"Expected an engine with a method present, as at the start of this run: {folder} says who took "
+                    "part lately, and users in turn could come too early."
+                )
+            elif begun and not plan.noise.order_kept:
+                self.out.skip(apart - 1)  # users may have other numbers now
 
     def release(self) -> Tensors:
         """One noisy mean update. Raises `BudgetExceeded`, before any user is drawn, once plan or budget are used up."""
