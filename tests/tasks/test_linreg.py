@@ -147,6 +147,14 @@ def test_committed_results() -> None:
         assert whitened["mean"] + whitened["ci95"] < pda["mean"] - pda["ci95"], dim
 
 
+def test_committed_results_with_skewed_features() -> None:
+    rows = {(r["dim"], r["method"]): r for r in summarise(RESULTS.parent / "linreg-skew1", [500, 1000, 2000], 20)}
+    for dim in (500, 1000, 2000):
+        whitened, pda, warm = (rows[dim, m] for m in ("whitened", "pda", "warm"))
+        assert whitened["mean"] + whitened["ci95"] < pda["mean"] - pda["ci95"]
+        assert pda["mean"] + pda["ci95"] < warm["mean"] - warm["ci95"]
+
+
 def test_results_that_are_there_are_not_run_again(tmp_path: Path) -> None:
     for name in [*(f"p500-search-{m}" for m in SEARCHED), "p500-trial0"]:
         text = json.dumps({"mse": dict.fromkeys(METHODS, 0.5)})
