@@ -142,7 +142,7 @@ Strategy = Banded | Buffered  # a lower triangular Toeplitz matrix with a diagon
 @final
 @dataclass(frozen=True)
 class Independent:
-    """Fresh noise in each step. The default, and the better one wherever batches can be drawn by secret coins."""
+    """Fresh noise in each step, and batches that are drawn by secret coins. The default, and better at small epsilon."""
 
 
 INDEPENDENT = Independent()
@@ -169,7 +169,7 @@ class Correlated:
         order_kept: Whether each record has the same place in the data whenever the run is resumed. Default False: then
             a run that is resumed skips `separation` - 1 steps, because a record could come early otherwise. Set it to
             True if the data come in a fixed order, such as that of a file, and keep enough `spare_steps` if not.
-            Devices that come when they can, and users with numbers of their own, need it neither way.
+            For devices that come when they can, who took part is on record, and nothing is skipped.
 
     Raises:
         ConfigError: A value is out of its range.
