@@ -142,7 +142,7 @@ Strategy = Banded | Buffered  # a lower triangular Toeplitz matrix with a diagon
 @final
 @dataclass(frozen=True)
 class Independent:
-    """Fresh noise in each step, and batches that are drawn by secret coins. The default, and better at small epsilon."""
+    """Fresh noise in each step, and batches drawn by secret coins. The default, and better at small epsilon."""
 
 
 INDEPENDENT = Independent()
