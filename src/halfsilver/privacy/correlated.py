@@ -126,10 +126,11 @@ def prefix_error(column: Tensor, participation: Participation, error: Error = "m
     >>> round(float(prefix_error(alone, Participation(rounds=3, separation=3))) ** 2, 6)
     2.0
     """
-    return sensitivity(column, participation) * _rows(inverse(column), error)
+    return sensitivity(column, participation) * sum_lengths(inverse(column), error)
 
 
-def _rows(inverted: Tensor, error: Error) -> Tensor:
+def sum_lengths(inverted: Tensor, error: Error = "mean") -> Tensor:
+    """Lengths of the rows of B = A C^-1, from the first column of C^-1: their root mean square, or that of the last."""
     lengths = inverted.cumsum(0).square().cumsum(0)
     return (lengths.mean() if error == "mean" else lengths[-1]).sqrt()
 
@@ -171,7 +172,7 @@ def buffered(participation: Participation, *, buffers: int = 4, error: Error = "
             decays, inverse_decays = _interlaced(free)
             column = blt_column(decays, _scales(decays, inverse_decays), participation.rounds)
             inverted = blt_column(inverse_decays, _scales(inverse_decays, decays), participation.rounds)
-            return (sensitivity(column, participation) * _rows(inverted, error)).log()
+            return (sensitivity(column, participation) * sum_lengths(inverted, error)).log()
 
         found, value = _minimised(loss, start)
         if best is None or value < best[0]:

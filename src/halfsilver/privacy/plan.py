@@ -160,11 +160,9 @@ class PrivacyPlan:
         """
         if isinstance(self.noise, Independent):
             return self.noise_multiplier * math.sqrt((self.steps + 1) / 2)
-        from halfsilver.privacy.correlated import inverse
+        from halfsilver.privacy.correlated import inverse, sum_lengths
 
-        column = self.noise.coefficients.column(self.steps)
-        variances = inverse(column).cumsum(0).square().cumsum(0)
-        return self.step_noise * math.sqrt(float(variances.mean()))
+        return self.step_noise * float(sum_lengths(inverse(self.noise.coefficients.column(self.steps))))
 
     def sampled(self) -> PrivacyPlan:
         """The plan with Poisson samples and independent noise that has the same epsilon, for comparison.

@@ -1,4 +1,4 @@
-"""How the noise of the steps of a run hangs together: values that a plan holds. `correlated` has their mathematics.
+"""How the noise of a step depends on that of earlier steps: values that a plan holds. `correlated` computes with them.
 
 Torch is imported where it is needed, because a plan without a model should not wait for it.
 """
@@ -30,6 +30,9 @@ class Participation:
 
     Raises:
         ConfigError: A value is out of its range.
+
+    References:
+        - Choquette-Choo et al. 2023, arXiv:2306.08153.
 
     >>> Participation(rounds=10, separation=4).times
     3
@@ -63,6 +66,9 @@ class Banded:
 
     Raises:
         ConfigError: The coefficients are not such.
+
+    References:
+        - Choquette-Choo et al. 2023, arXiv:2306.08153.
 
     >>> Banded((1.0, 0.5)).column(4)
     tensor([1.0000, 0.5000, 0.0000, 0.0000], dtype=torch.float64)
@@ -105,6 +111,9 @@ class Buffered:
 
     Raises:
         ConfigError: The numbers are not such.
+
+    References:
+        - Dvijotham, McMahan, Pillutla, Steinke and Thakurta 2024, arXiv:2404.16706.
 
     >>> Buffered((0.5,), (0.25,)).column(4)
     tensor([1.0000, 0.2500, 0.1250, 0.0625], dtype=torch.float64)
@@ -189,11 +198,11 @@ class Correlated:
 
     separation: int | None = None
     buffers: int = field(default=4, compare=False)  # of no account once there is a strategy
-    strategy: Banded | Buffered | None = None
+    strategy: Strategy | None = None
     order_kept: bool = False
 
     def __post_init__(self) -> None:
-        kinds = Banded | Buffered | None
+        kinds = Strategy | None
         require(isinstance(self.strategy, kinds), "strategy", self.strategy, "to be Banded, Buffered or None")
         require(type(self.order_kept) is bool, "order_kept", self.order_kept, "to be True or False")
         whole = self.separation is None or (type(self.separation) is int and self.separation >= 1)
@@ -240,7 +249,7 @@ class Correlated:
         return float(sensitivity(self.coefficients.column(rounds), self.participation(rounds)))
 
     @property
-    def coefficients(self) -> Banded | Buffered:
+    def coefficients(self) -> Strategy:
         """The strategy.
 
         Raises:

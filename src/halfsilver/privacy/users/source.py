@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import final
 
@@ -107,10 +107,11 @@ class UserUpdates:
         if self._attendance is not None:
             most = round(plan.expected_batch_size)
             return self._attendance.admit(self._present(), self.out.round, most, self.out.entropy)
-        if isinstance(plan.noise, Correlated):
-            pieces = list(turn_chunks(population, plan.batches_per_pass, _DRAWN_AT_ONCE, self.out.round))
-            return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
-        chunks = poisson_chunks(population, plan.sampling_rate, _DRAWN_AT_ONCE, self.out.entropy)
+        chunks: Iterator[Tensor | slice] = (
+            turn_chunks(population, plan.batches_per_pass, _DRAWN_AT_ONCE, self.out.round)
+            if isinstance(plan.noise, Correlated)
+            else poisson_chunks(population, plan.sampling_rate, _DRAWN_AT_ONCE, self.out.entropy)
+        )
         numbers = [torch.arange(c.start, c.stop) if isinstance(c, slice) else c for c in chunks]
         return torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64)
 
