@@ -1,6 +1,7 @@
 r"""The adviser against a recipe made by hand: the same start, rows, epsilon and number of epochs.
 
     python -m benchmarks.studies.advised emnist --epsilon 0.48 --seed 0 --out DIR
+    python -m benchmarks.studies.advised stackexchange --epsilon 8 --hand 6 --out DIR
     python -m benchmarks.studies.advised cifar10 --recipe fifth --epsilon 3.51 --holdout 0.2 --pretrain-epochs 50 \
         --hand 0.12 --out DIR
 
@@ -25,12 +26,14 @@ from typing import Any
 import halfsilver as hs
 from benchmarks.studies.finish import scores, train
 from halfsilver.mirror.rows import PublicRows
+from halfsilver.mirror.users import pooled
 from halfsilver.runs.folder import read_json, versions, write_json
 from halfsilver.study.arena import make_plan
-from halfsilver.study.auto import advise_problem, parts
+from halfsilver.study.auto import advise_problem, parts, starting
 from halfsilver.study.method import registered
 from halfsilver.study.problem import Problem, Recipe, Setting
 from halfsilver.study.run import Job, without_held_out
+from halfsilver.study.sides import private_side
 from halfsilver.study.start import load_start, make_start, new_model, precision
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
@@ -52,7 +55,7 @@ def advised(
     problem = TaskSource.of(task, data, {**more.get("task", {}), "validation": 0})()
     delta = float(more["delta"])
     start = out / "start" / f"seed-{seed}.safetensors"
-    make_start(problem, recipe, seed, start)  # before the clock starts
+    make_start(starting(problem), recipe, seed, start)  # before the clock starts
     folder = out / f"{task}-eps{epsilon:g}-seed{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -68,18 +71,24 @@ def advised(
     seconds = time.monotonic() - started
     write_json(folder / "advice.json", {**advice.to_json(), "seconds": seconds})
     print(advice, flush=True)
-    public, held_out = parts(problem, recipe, seed)
+    known, unknown = parts(problem, recipe, seed)
+    by_user = problem.public_users is not None
+    public, held_out = (pooled(known), pooled(unknown)) if by_user else (known, unknown)
     first, model = (new_model(problem, seed) for _ in range(2))
     for one in (first, model):
         load_start(one, start)
     trainer = advice.trainer(model, problem.loss_fn, metrics=problem.metrics, performance=precision(recipe))
-    trainer.fit(problem.private, public, run_dir=folder / "run", ledger=out / "ledger.jsonl", delta=delta)
+    private = private_side(problem, recipe)
+    trainer.fit(private, public, run_dir=folder / "run", ledger=out / "ledger.jsonl", delta=delta)
     done = hs.Finish().fit(model, problem.loss_fn, held_out)
-    results = {
+    results: dict[str, Any] = {
         "start": scores(first, problem),
         "advised": scores(model, problem),
         "advised and finished": {**scores(done.model, problem), "temperature": done.temperature},
     }
+    if by_user:  # as the forecast has it; the others are means over words
+        by_sentence = replace(problem, test=problem.test[:2])
+        results["advised and finished, by sentence"] = scores(done.model, by_sentence)
     if hand is not None:
         results |= _trained_by_hand(problem, recipe, epsilon, delta, seed, folder, start, out, hand)
     return {
@@ -117,7 +126,10 @@ def _trained_by_hand(
         ledger=out / "ledger.jsonl",
         delta=delta,
     )
-    rest, held_out = without_held_out(problem, recipe, job)
+    if problem.public_users is None:
+        rest, held_out = without_held_out(problem, recipe, job)
+    else:
+        rest, held_out = starting(problem), pooled(parts(problem, recipe, seed)[1])
     plan = make_plan(recipe, problem.population, epsilon, delta)
     model = new_model(problem, seed)
     load_start(model, start)

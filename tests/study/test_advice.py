@@ -14,11 +14,13 @@ from torch.nn import functional
 
 import halfsilver as hs
 from halfsilver.errors import ConfigError
+from halfsilver.federated import InProcess, LocalTraining, PrivateUsers, TensorUsers
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.study import advice as module
-from halfsilver.study.advice import gradient_norms
+from halfsilver.study.advice import gradient_norms, update_norms
 from halfsilver.study.batches import best_batch
 from halfsilver.study.rehearsal import Rehearsed, rehearse_noise
+from halfsilver.study.stand_ins import Examples, Users
 
 
 def loss_fn(model: Any, batch: Any) -> Tensor:
@@ -186,8 +188,8 @@ def noise_harm(*, noise: float, pace: float) -> float:
         progress=False,
     )
     return rehearse_noise(
-        trainer, data, data, geometry=None, lr_factor=1.0, steps=round(400 / pace), rows=50, pace=pace, lr_end=1.0,
-        average=None, finish=None,
+        trainer, Examples(data), data, geometry=None, lr_factor=1.0, steps=round(400 / pace), records=50, pace=pace,
+        lr_end=1.0, average=None, finish=None,
     )  # fmt: skip
 
 
@@ -322,3 +324,50 @@ def test_compare_holds_out_a_third_of_few_public_rows(tmp_path: Path) -> None:
             methods="auto", out=tmp_path,
         )  # fmt: skip
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+LOCAL = LocalTraining(lr=0.1, batch_size=4)
+
+
+def users(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Users with 4 rows each."""
+    return [rows(4, 1000 * seed + number) for number in range(count)]
+
+
+def test_norms_of_updates_against_one_step_of_sgd() -> None:
+    """A user with one batch sends its learning rate times the mean gradient."""
+    net, some = model(), users(7, 3)
+    each = []
+    for data in some:
+        found = torch.autograd.grad(loss_fn(net, data).mean(), list(net.parameters()))
+        each.append(0.1 * torch.cat([g.flatten() for g in found]).double())
+    norms, alignment = update_norms(net, loss_fn, Users(some, LOCAL))
+    torch.testing.assert_close(norms, torch.stack(each).norm(dim=1), rtol=1e-5, atol=1e-7)
+    products = torch.stack(each) @ torch.stack(each).T
+    pairs = (products.sum() - products.diagonal().sum()) / (7 * 6)
+    assert alignment == pytest.approx(math.sqrt(max(0.0, float(pairs)) / float(products.diagonal().mean())), rel=1e-4)
+
+
+def test_advice_for_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "_MOST_RATES", 3)
+    net, held_out = model(), users(12, 2)
+    found = hs.advise(net, loss_fn, users(10, 1), held_out, **{**ASKED, "population": 600}, local=LOCAL)
+    assert found.plan.unit == "user"
+    assert found.plan.epsilon() <= 2
+    assert found.plan.population == pytest.approx(600)
+    norms, _ = update_norms(net, loss_fn, Users(held_out, LOCAL))
+    assert found.plan.max_grad_norm == pytest.approx(float(norms.median()), rel=5e-3)
+    assert "users" in str(found)
+    assert "norms of updates of held-out users" in str(found)
+    assert "twice the private users" in found.less_noise
+    x, y = (torch.cat(columns) for columns in zip(*users(600, 0), strict=True))
+    private = InProcess(PrivateUsers(TensorUsers((x, y), users=[i // 4 for i in range(len(y))])), LOCAL)
+    trainer = found.trainer(net, loss_fn)
+    before = trainer.evaluate(rows(500, 5))["loss"]
+    trainer.fit(private, run_dir=tmp_path)
+    assert trainer.evaluate(rows(500, 5))["loss"] < 0.6 * before
+    with pytest.raises(ConfigError, match="number of held-out users=3"):
+        hs.advise(net, loss_fn, users(10, 1), users(3, 2), **ASKED, local=LOCAL)
+    asked = {name: value for name, value in ASKED.items() if name != "epochs"}
+    with pytest.raises(ConfigError, match=r"minutes=2.*users"):
+        hs.advise(net, loss_fn, users(10, 1), users(6, 2), **asked, minutes=2, local=LOCAL)

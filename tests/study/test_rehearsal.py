@@ -97,5 +97,5 @@ def test_users_are_refused() -> None:
     plan = hs.PrivacyPlan(
         steps=2, sampling_rate=0.1, expected_batch_size=5.0, noise_multiplier=1.0, max_grad_norm=1.0, unit="user"
     )
-    with pytest.raises(ConfigError, match="public users"):
+    with pytest.raises(ConfigError, match="For users"):
         choose_geometry(trainer(plan=plan), rows(50, 1), rows(50, 2))

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from halfsilver._core.local_training import LocalTraining
 from halfsilver._core.random import own_randomness
-from halfsilver._core.tensors import Batch, LossFn, eval_mode, take_rows, trainable
+from halfsilver._core.tensors import Batch, LossFn, eval_mode, norm, take_rows, trainable
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror import Finish, Geometry, Whitened
 from halfsilver.mirror.finish import FEWEST_ROWS, Calibrated
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.schedules import falling
+from halfsilver.mirror.users import PublicUsers
 from halfsilver.privacy.gradients.base import row_norms
 from halfsilver.privacy.gradients.vmap import Vmap
 from halfsilver.privacy.plan import PrivacyPlan
@@ -29,18 +31,24 @@ from halfsilver.study.arena import rows_at
 from halfsilver.study.batches import FEWEST_STEPS, SMALLEST_BATCH, BatchOption, best_batch, end_noise
 from halfsilver.study.rehearsal import Rehearsed, rehearse, rehearse_noise
 from halfsilver.study.run import per_example
+from halfsilver.study.stand_ins import Examples, StandIns, Users
 from halfsilver.trainer import Trainer
 
 Optimizer = Literal["SGD", "Adam"]
 
 FEWEST_HELD_OUT = 40
+FEWEST_USERS = 4  # held out
 _FEWEST_STEPS = 500  # of a model with several trained layers, even if they cost noise
 _ROWS_AT_ONCE = 32
 _MOST_NORMS = 512
 _REHEARSED_STEPS = 30
 _MOST_REHEARSED = 400  # rows of a rehearsal and as many to score
 _MOST_OPERATIONS = 1e11  # of the forward passes of a rehearsal: a large model is rehearsed on fewer rows
-_NOISE_STEPS, _NOISE_ROWS = 1000, 16  # of a rehearsal of the noise of a whole run; a large model has fewer steps
+_NOISE_STEPS, _NOISE_ROWS, _NOISE_USERS = (
+    1000,
+    16,
+    2,
+)  # of a rehearsal of the noise of a whole run; a large model has fewer steps
 # What the loss after that rehearsal must fall by for the next lower rate: a factor, or nats of a log-likelihood,
 # whose size depends on the number of classes.
 _WORTH, _NATS = 1.2, 0.125
@@ -130,7 +138,7 @@ class Advice:
         geometry: `Whitened()` or None.
         finish: The last step after training, or None where the model does not return logits of classes.
         batches: All batch sizes that were compared.
-        norms: Gradient norms of held-out public rows, ascending.
+        norms: Gradient norms of held-out public rows, or norms of updates of held-out users, ascending.
         start: The state of the start.
         tried: All rehearsals.
         rehearsed_steps: Steps of each.
@@ -219,14 +227,16 @@ def in_words(advice: Advice) -> dict[str, str]:
     kinds = sorted({t.kind for t in advice.tried} - {(advice.optimizer, advice.geometry is None)})
     others = [min((t for t in advice.tried if t.kind == kind), key=lambda t: t.loss) for kind in kinds]
     ended = [f"{t.optimizer}, {t.geometry or 'no geometry'}: {t.loss:.4g}" for t in others if math.isfinite(t.loss)]
+    units = "records" if plan.unit == "example" else "users"
+    norms = "gradient norms of held-out public rows" if plan.unit == "example" else "norms of updates of held-out users"
     long = "" if advice.seconds_per_row is None else f" {_minutes(advice)} at the speed measured here."
     return {
-        "Batch": f"{plan.expected_batch_size:g} records, {plan.steps} steps, noise multiplier "
+        "Batch": f"{plan.expected_batch_size:g} {units}, {plan.steps} steps, noise multiplier "
         f"{plan.noise_multiplier:.3g}.{long} At this epsilon and compute the noise at the end is {chosen.noise:.2f} "
         f"times the least. {_smaller(advice.batches, chosen)}",
         "Clip norm": f"{plan.max_grad_norm:.3g}, "
         + ("the third quartile" if advice.finish is None else "the median (or a tenth of the third quartile)")
-        + " of gradient norms of held-out public rows.",
+        + f" of {norms}.",
         "Learning rate": f"{advice.learning_rate:.3g} for {advice.optimizer}, falling to a tenth. Public loss after "
         f"{advice.rehearsed_steps} steps under this noise: {loss:.4g}, at the start {start.held_out_loss:.4g}. A "
         f"rehearsal of the whole run on public rows multiplies the held-out loss by {advice.harm:.2f}.",
@@ -252,6 +262,7 @@ def advise(
     epochs: float | None = None,
     minutes: float | None = None,
     metrics: Mapping[str, LossFn] | None = None,
+    local: LocalTraining | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Advice:
     """Recommend batch, clip norm, optimizer, learning rate and geometry of a private run, from public rows alone.
@@ -280,13 +291,16 @@ def advise(
         minutes: The compute of the run in minutes on this machine. The speed of a private step is measured on public
             rows.
         metrics: Further per-example figures by name, for the forecast.
+        local: How users train, where the unit is a user. `public` and `held_out` are then lists with the rows of each
+            user, `population` counts users, and at least 4 users are held out. The clip norm comes from the norms of
+            their updates, and the learning rate is that of the server.
         tell: Called with a word on progress (default: a progress line on a terminal).
 
     Returns:
         The advice.
 
     Raises:
-        ConfigError: Too few held-out rows, or a value is out of its range.
+        ConfigError: Too few held-out rows or users, or a value is out of its range.
 
     References:
         Akaike (1974), A New Look at the Statistical Model Identification, doi:10.1109/TAC.1974.1100705: loss of rows
@@ -302,8 +316,10 @@ def advise(
     >>> advice.plan.steps >= 50, advice.plan.epsilon() <= 2
     (True, True)
     """
-    rows = PublicRows(held_out)
-    require(len(rows) >= FEWEST_HELD_OUT, "number of held-out rows", len(rows), f"at least {FEWEST_HELD_OUT}")
+    known, unknown = (_records(data, local) for data in (public, held_out))
+    what, fewest = ("rows", FEWEST_HELD_OUT) if local is None else ("users", FEWEST_USERS)
+    require(len(unknown) >= fewest, f"number of held-out {what}", len(unknown), f"at least {fewest}")
+    require(local is None or minutes is None, "minutes", minutes, "to be left out for users. Give epochs.")
     given = {name: value for name, value in {"epochs": epochs, "minutes": minutes}.items() if value is not None}
     require(len(given) == 1, "epochs and minutes", given or None, "one of the two")
     for name, value in given.items():
@@ -317,21 +333,21 @@ def advise(
             epochs = 60 * (minutes or 0.0) / (seconds * population)
         asked: dict[str, Any] = {"population": population, "epsilon": epsilon, "delta": delta, "epochs": epochs}
         say("batch sizes")
-        size, batches = best_batch(**asked, fewest_steps=_fewest_steps(model))
-        plan = PrivacyPlan.calibrate(**asked, batch_size=size)
-        say("gradient norms of held-out rows")
-        norms, alignment = gradient_norms(model, loss_fn, rows)
-        temperature = _temperature(model, loss_fn, held_out)
+        size, batches = best_batch(**asked, fewest_steps=_fewest_steps(model) if local is None else FEWEST_STEPS)
+        plan = PrivacyPlan.calibrate(**asked, batch_size=size, unit="example" if local is None else "user")
+        say(f"norms of held-out {what}")
+        norms, alignment = _norms(model, loss_fn, unknown)
+        temperature = _temperature(model, loss_fn, unknown.rows)
         finish = None if temperature is None else FINISH
         plan = replace(plan, max_grad_norm=float(f"{_clip_norm(norms, finish):.3g}"))
-        rehearsed = _some(held_out, model, loss_fn)
-        search = _Rehearsals(model, loss_fn, public, rehearsed, plan, metrics or {}, finish, say)
+        rehearsed = unknown if local is not None else Examples(_some(held_out, model, loss_fn))
+        search = _Rehearsals(model, loss_fn, known, rehearsed, plan, metrics or {}, finish, say)
         best = search.best()
         long, harm = search.long(best)
         say("what more would bring")
         more: dict[str, dict[str, Any]] = {
             "twice the epsilon": {"epsilon": 2 * epsilon},
-            "twice the private rows": {"population": 2 * population, "batch_size": 2 * size},
+            f"twice the private {what}": {"population": 2 * population, "batch_size": 2 * size},
             "twice the epochs": {"epochs": 2 * epochs},
         }
         asked["batch_size"] = size
@@ -346,19 +362,42 @@ def advise(
             batches=batches,
             norms=sorted(norms.tolist()),
             start=StartState(
-                public_loss=_mean(model, loss_fn, public),
-                held_out_loss=_mean(model, loss_fn, held_out),
+                public_loss=_mean(model, loss_fn, known.rows),
+                held_out_loss=_mean(model, loss_fn, unknown.rows),
                 temperature=temperature,
                 alignment=alignment,
             ),
             tried=search.tried(),
             rehearsed_steps=search.steps,
             forecast=_forecasts(
-                search.done.get(long, search.done[best]), {"loss": loss_fn, **(metrics or {})}, model, held_out
+                search.done.get(long, search.done[best]), {"loss": loss_fn, **(metrics or {})}, model, unknown.rows
             ),
             less_noise={name: end_noise(**{**asked, **change}) / now for name, change in more.items()},
             seconds_per_row=seconds,
         )
+
+
+def _records(data: Any, local: LocalTraining | None) -> Examples | Users:
+    return Examples(data) if local is None else Users(list(data), local)
+
+
+def _norms(model: nn.Module, loss_fn: LossFn, records: Examples | Users) -> tuple[Tensor, float]:
+    if isinstance(records, Users):
+        return update_norms(model, loss_fn, records)
+    return gradient_norms(model, loss_fn, PublicRows(records.rows))
+
+
+def update_norms(model: nn.Module, loss_fn: LossFn, users: Users) -> tuple[Tensor, float]:
+    """As `gradient_norms`, for the updates that public users send.
+
+    Args:
+        model: The model, whose modes are kept.
+        loss_fn: One loss per example.
+        users: Public users, and how they train.
+    """
+    each = [PublicUsers(model, loss_fn, [rows], users.local).gradient(step=0) for rows in users.users]
+    sizes = torch.stack([torch.tensor(norm(update), dtype=torch.float64) for update in each])
+    return sizes, _alignment(sizes, [torch.stack(tensors).sum(0) for tensors in zip(*each, strict=True)])
 
 
 def gradient_norms(model: nn.Module, loss_fn: LossFn, rows: PublicRows) -> tuple[Tensor, float]:
@@ -385,9 +424,14 @@ def gradient_norms(model: nn.Module, loss_fn: LossFn, rows: PublicRows) -> tuple
             norms.append(row_norms(each))
             totals = [total + one.sum(0) for total, one in zip(totals, each, strict=True)]
     sizes = torch.cat(norms).double()
-    squares = float(sizes.square().sum())
+    return sizes, _alignment(sizes, totals)
+
+
+def _alignment(sizes: Tensor, totals: Sequence[Tensor]) -> float:
+    """From the norms of single gradients, and their sum."""
+    count, squares = len(sizes), float(sizes.square().sum())
     pairs = (sum(float(t.double().square().sum()) for t in totals) - squares) / (count * (count - 1))
-    return sizes, math.sqrt(max(0.0, pairs) / (squares / count)) if squares else 0.0
+    return math.sqrt(max(0.0, pairs) / (squares / count)) if squares else 0.0
 
 
 @dataclass(frozen=True)
@@ -410,14 +454,14 @@ class _Rehearsals:
         self,
         model: nn.Module,
         loss_fn: LossFn,
-        public: Any,
-        held_out: Any,
+        public: StandIns,
+        held_out: StandIns,
         plan: PrivacyPlan,
         metrics: Mapping[str, LossFn],
         finish: Finish | None,
         say: Callable[[str], None],
     ) -> None:
-        half = len(PublicRows(held_out)) // 2
+        half = len(held_out) // 2
         # As many records as there are, with the same noise on their mean as the plan has: the same step for less work.
         small = replace(
             plan,
@@ -428,9 +472,11 @@ class _Rehearsals:
         self.public, self.held_out, self.finish, self.say = public, held_out, finish, say
         self.steps = min(plan.steps, _REHEARSED_STEPS)
         self._plan_steps = plan.steps
-        self._noise_steps = min(plan.steps, _NOISE_STEPS, max(3 * half * _REHEARSED_STEPS // _NOISE_ROWS, self.steps))
-        before = per_example(model, loss_fn, held_out).double().mean()
-        self._start = float(before) if finish is None else finish.fit(model, loss_fn, held_out).loss_after
+        self._noise_records = _NOISE_ROWS if plan.unit == "example" else _NOISE_USERS
+        affordable = 3 * half * _REHEARSED_STEPS // self._noise_records
+        self._noise_steps = min(plan.steps, _NOISE_STEPS, max(affordable, self.steps))
+        before = per_example(model, loss_fn, held_out.rows).double().mean()
+        self._start = float(before) if finish is None else finish.fit(model, loss_fn, held_out.rows).loss_after
         self.done: dict[_Point, Rehearsed] = {}
         self._usual: dict[Optimizer, float] = {"SGD": 1 / plan.max_grad_norm, "Adam": _ADAM_RATE}
         self._trainers = {
@@ -494,11 +540,11 @@ class _Rehearsals:
         after = rehearse_noise(
             self._trainers[point.optimizer],
             self.public,
-            self.held_out,
+            self.held_out.rows,
             geometry=point.geometry,
             lr_factor=_RATE_STEP**point.place,
             steps=self._noise_steps,
-            rows=_NOISE_ROWS,
+            records=self._noise_records,
             pace=max(1.0, min(self._plan_steps / self._noise_steps, room)),
             lr_end=LR_END,
             average=average_for(self._noise_steps),
@@ -523,7 +569,7 @@ class _Rehearsals:
             self.say(f"rehearsal {len(self.done) + 1}: {what}")
             self.done[point] = rehearse(
                 self._trainers[point.optimizer],
-                self.public,
+                self.public.rows,
                 self.held_out,
                 geometry=point.geometry,
                 lr_factor=_RATE_STEP**point.place,

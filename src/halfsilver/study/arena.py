@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from halfsilver._core.tensors import batch_rows, map_batch
+from halfsilver._core.tensors import Batch, batch_rows, map_batch
 from halfsilver.errors import ConfigError
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.users import pooled
@@ -115,11 +115,10 @@ def _public_by_user(problem: Problem, plan: PrivacyPlan) -> Arena:
     order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0)).tolist()
     stand_in, scored = round(_PSEUDO_PRIVATE * len(users)), round(_VALIDATION * len(users))
     pseudo = [users[i] for i in order[:stand_in]] * math.ceil(plan.expected_batch_size / stand_in)
-    keys = [number for number, rows in enumerate(pseudo) for _ in range(batch_rows(rows))]
     mirror = [users[i] for i in order[stand_in + scored :]]
     part = replace(
         problem,
-        private=PrivateUsers(TensorUsers(pooled(pseudo), users=keys)),
+        private=private_users(pseudo),
         test=pooled([users[i] for i in order[stand_in : stand_in + scored]]),
         public=pooled(mirror),
         public_users=mirror,
@@ -134,6 +133,12 @@ _ARENAS: Mapping[SearchMode, Callable[[Problem, PrivacyPlan], Arena]] = {
     "paper search": _paper,
     "public search": _public,
 }
+
+
+def private_users(users: Sequence[Batch]) -> PrivateUsers:
+    """Public users in the place of private ones, from the rows of each."""
+    keys = [number for number, rows in enumerate(users) for _ in range(batch_rows(rows))]
+    return PrivateUsers(TensorUsers(pooled(users), users=keys))
 
 
 def rows_at(data: Any, index: Tensor) -> Any:

@@ -9,8 +9,18 @@ from typing import Any
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.pretrain import held_out_rows
 from halfsilver.mirror.rows import PublicRows
+from halfsilver.mirror.users import pooled
 from halfsilver.runs.folder import read_json, write_json
-from halfsilver.study.advice import FEWEST_HELD_OUT, FINISH, GEOMETRY, LR_END, Advice, advise, average_for
+from halfsilver.study.advice import (
+    FEWEST_HELD_OUT,
+    FEWEST_USERS,
+    FINISH,
+    GEOMETRY,
+    LR_END,
+    Advice,
+    advise,
+    average_for,
+)
 from halfsilver.study.arena import rows_at
 from halfsilver.study.jobs import Tell
 from halfsilver.study.method import PUBLIC, Method
@@ -18,6 +28,7 @@ from halfsilver.study.problem import Problem, Recipe, Setting
 from halfsilver.study.start import load_start, make_start, new_model
 
 NAME = "advised"
+_SHARE_OF_USERS = 0.3  # held out
 SEED = 0  # of the start that is looked at, which is that of the study's first runs
 
 
@@ -33,16 +44,14 @@ class Advised:
 def advise_problem(
     problem: Problem, recipe: Recipe, *, epsilon: float, delta: float, start: Path, seed: int = SEED, tell: Tell
 ) -> Advice:
-    """Advice for a problem, from the public rows that the pretraining of `recipe` holds out.
+    """Advice for a problem, from the public rows that the pretraining of `recipe` holds out, or from held-out users.
 
     Pretraining writes to `start`, unless it has done so before. The number of epochs is that of the recipe.
     """
-    if recipe.local is not None:
-        raise ConfigError("Expected a task whose records are examples: advice for users needs rehearsals with users.")
     public, held_out = parts(problem, recipe, seed)
     if not start.exists():
         tell("pretraining")
-    make_start(problem, recipe, seed, start)
+    make_start(starting(problem), recipe, seed, start)
     model = new_model(problem, seed)
     load_start(model, start)
     return advise(
@@ -55,12 +64,32 @@ def advise_problem(
         delta=delta,
         epochs=recipe.steps(problem.population) * min(recipe.batch_size, problem.population) / problem.population,
         metrics=problem.metrics,
+        local=recipe.local and replace(recipe.local, max_examples=recipe.public_examples or recipe.local.max_examples),
         tell=tell,
     )
 
 
+def starting(problem: Problem) -> Problem:
+    """The problem whose public rows train the start: where records are users, without the held-out ones."""
+    if problem.public_users is None:
+        return problem
+    users = list(problem.public_users[: -_held_out_users(problem)])
+    return replace(problem, public=pooled(users), public_users=users)
+
+
+def _held_out_users(problem: Problem) -> int:
+    users = len(problem.public_users or ())
+    count = max(FEWEST_USERS, round(_SHARE_OF_USERS * users))
+    hint = "Advice needs public users that the start has not seen, and others for the start."
+    require(count < users, "number of public users", users, f"more than {FEWEST_USERS}", hint)
+    return count
+
+
 def parts(problem: Problem, recipe: Recipe, seed: int) -> tuple[Any, Any]:
-    """The public rows that pretraining uses, and those that it holds out."""
+    """The public rows or users that pretraining uses, and those that it holds out."""
+    if problem.public_users is not None:
+        count = _held_out_users(problem)
+        return problem.public_users[:-count], problem.public_users[-count:]
     share, why = recipe.pretrain.holdout, "Advice needs public rows that the start has not seen."
     require(share > 0, "pretrain.holdout of the recipe", share, "above 0", why)
     rows = len(PublicRows(problem.public))
@@ -85,6 +114,11 @@ def advised_study(
     problem: Problem, recipe: Recipe, *, epsilon: float, delta: float, folder: Path, tell: Tell
 ) -> Advised:
     """Recipe, methods and settings of the study "auto" in `folder`, where the advice is kept for when it is resumed."""
+    if recipe.local is not None:
+        raise ConfigError(
+            "Expected a task whose records are examples. For users, ask hs.advise(local=...), hold the same public "
+            "users out of pretraining, and train with advice.trainer(...)."
+        )
     file = folder / "advice.json"
     if not file.exists():
         start = folder / "start" / f"seed-{SEED}.safetensors"

@@ -18,8 +18,8 @@ from halfsilver.mirror import Finish, Geometry, Whitened
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.schedules import falling
 from halfsilver.privacy.strategies import INDEPENDENT
-from halfsilver.study.arena import rows_at
 from halfsilver.study.run import per_example
+from halfsilver.study.stand_ins import Examples, StandIns
 from halfsilver.trainer import Trainer
 
 _FEWEST = 40  # held-out rows: half of them stand in for private ones, half are scored
@@ -128,9 +128,11 @@ def choose_geometry(
     require(len(lr_factors) > 0 and min(lr_factors) > 0, "lr_factors", lr_factors, "one or more above 0")
     steps = min(plan.steps, max(_STEPS, round(_SHARE * plan.steps))) if steps is None else steps
     require(steps >= 1, "steps", steps, "at least 1")
+    if plan.unit != "example":
+        raise ConfigError("Expected a plan for examples. For users, hs.advise(local=...) tries a geometry.")
     losses = {
         (geometry, factor): rehearse(
-            trainer, public, held_out, geometry=geometry, lr_factor=factor, steps=steps
+            trainer, public, Examples(held_out), geometry=geometry, lr_factor=factor, steps=steps
         ).unseen["loss"]
         for geometry in (None, *candidates)
         for factor in lr_factors
@@ -140,7 +142,10 @@ def choose_geometry(
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """How a rehearsal ended: values of each metric for the rows that it trained on, and for those that it did not."""
+    """How a rehearsal ended: values of each metric for the rows that it trained on, and for those that it did not.
+
+    Where records are users, these are the rows of the users that it trained on, and those of the others.
+    """
 
     seen: Mapping[str, Tensor]
     unseen: Mapping[str, Tensor]
@@ -149,7 +154,7 @@ class Rehearsed:
 def rehearse(
     trainer: Trainer,
     public: Any,
-    held_out: Any,
+    held_out: StandIns,
     *,
     geometry: Geometry | None,
     lr_factor: float,
@@ -157,14 +162,12 @@ def rehearse(
     lr_end: float = 1.0,
     finish: Finish | None = None,
 ) -> Rehearsed:
-    """A short run on one half of the held-out rows under the plan's noise; loss and the trainer's metrics of both.
+    """A short run on one half of the held-out records under the plan's noise; loss and the trainer's metrics of both.
 
     The learning rate falls along a cosine to `lr_end` times its first value. With `finish`, the last step is fitted to
     both halves.
     """
-    plan, rows = trainer.plan, len(PublicRows(held_out))
-    if plan.unit != "example":
-        raise ConfigError("Expected a plan for examples: a rehearsal for users needs public users.")
+    plan, rows = trainer.plan, len(held_out)
     require(plan.noise == INDEPENDENT, "noise", plan.noise, "to be independent for a rehearsal")
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     half = rows // 2
@@ -176,11 +179,11 @@ def rehearse(
     shorter = replace(plan, steps=steps, spare_steps=0, sampling_rate=rate)
     copied = _copy(trainer, shorter, geometry, lr_factor, lr_end, trainer.average)
     with tempfile.TemporaryDirectory(prefix="halfsilver-") as folder:
-        copied.fit(rows_at(held_out, stand_in), public, run_dir=folder)
+        copied.fit(held_out.at(stand_in).private, public, run_dir=folder)
     model, metrics = copied.model, {"loss": copied.loss_fn, **trainer.metrics}
-    if finish is not None and _mean(per_example(model, copied.loss_fn, held_out)) < math.inf:
-        model = finish.fit(model, copied.loss_fn, held_out).model
-    seen, unseen = (rows_at(held_out, part) for part in (order[:half], order[half:]))
+    if finish is not None and _mean(per_example(model, copied.loss_fn, held_out.rows)) < math.inf:
+        model = finish.fit(model, copied.loss_fn, held_out.rows).model
+    seen, unseen = (held_out.at(part).rows for part in (order[:half], order[half:]))
     return Rehearsed(
         seen={name: per_example(model, fn, seen) for name, fn in metrics.items()},
         unseen={name: per_example(model, fn, unseen) for name, fn in metrics.items()},
@@ -189,43 +192,43 @@ def rehearse(
 
 def rehearse_noise(
     trainer: Trainer,
-    public: Any,
+    public: StandIns,
     held_out: Any,
     *,
     geometry: Geometry | None,
     lr_factor: float,
     steps: int,
-    rows: int,
+    records: int,
     pace: float,
     lr_end: float,
     average: AverageKind,
     finish: Finish | None,
 ) -> float:
-    """What the noise of a long run does to a model: held-out loss after a run on the public rows themselves.
+    """What the noise of a long run does to a model: held-out loss after a run on the public records themselves.
 
-    The start has learnt the public rows already, so hardly anything but the noise changes it. A step stands for `pace`
-    steps of the trainer's plan: the learning rate is as many times larger, and the noise smaller by the square root of
-    it. Where steps are small, neither the way nor the spread of the weights changes (Li et al. 2019). Each step has an
-    expected number of `rows` rows.
+    The start has learnt the public records already, so hardly anything but the noise changes it. A step stands for
+    `pace` steps of the trainer's plan: the learning rate is as many times larger, and the noise smaller by the square
+    root of it. Where steps are small, neither the way nor the spread of the weights changes (Li et al. 2019). Each step
+    has an expected number of `records` records.
 
     References:
         Li et al. (2019), Stochastic Modified Equations and Dynamics of Stochastic Gradient Algorithms,
         arXiv:1811.01558.
     """
-    count, plan = len(PublicRows(public)), trainer.plan
-    # One row more than the public ones, as private rows are more; all are drawn where a step has as many.
-    stand_in = torch.arange(max(count + 1, rows)) % count
+    count, plan = len(public), trainer.plan
+    # One more than the public ones, as private records are more; all are drawn where a step has as many.
+    stand_in = torch.arange(max(count + 1, records)) % count
     shorter = replace(
         plan,
         steps=steps,
         spare_steps=0,
-        expected_batch_size=float(rows),
-        sampling_rate=rows / len(stand_in),
-        noise_multiplier=plan.noise_multiplier * rows / (plan.expected_batch_size * math.sqrt(pace)),
+        expected_batch_size=float(records),
+        sampling_rate=records / len(stand_in),
+        noise_multiplier=plan.noise_multiplier * records / (plan.expected_batch_size * math.sqrt(pace)),
     )
     copied = _copy(trainer, shorter, geometry, lr_factor * pace, lr_end, average)
     with tempfile.TemporaryDirectory(prefix="halfsilver-") as folder:
-        copied.fit(rows_at(public, stand_in), public, run_dir=folder)
+        copied.fit(public.at(stand_in).private, public.rows, run_dir=folder)
     losses = per_example(copied.model, copied.loss_fn, held_out)
     if finish is None or _mean(losses) == math.inf:
         return _mean(losses)
