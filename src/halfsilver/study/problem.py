@@ -148,7 +148,7 @@ class Recipe:
         score: The metric that chooses settings: "loss", or the name of one of the problem's metrics.
         spare: Share of steps kept in hand for those that a kill loses, in [0, 1]. They are paid for in noise.
         micro_batch_size: Rows in memory at once (default: the fastest, measured; set it on a busy machine).
-        autocast: "bfloat16" runs private forward passes in that precision.
+        autocast: "bfloat16" runs private forward passes in that precision, where the machine has it.
         noise_multiplier: Fixes the noise, so that epsilon follows (default: the least noise for the study's epsilon).
         local: How users train locally. Batch sizes then count users.
         public_examples: The most rows on which a public user of a step trains.

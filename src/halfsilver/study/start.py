@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,5 +71,15 @@ def _pretrain(model: nn.Module, problem: Problem, recipe: Recipe, seed: int) -> 
 
 
 def precision(recipe: Recipe) -> Performance:
-    autocast = None if recipe.autocast is None else getattr(torch, recipe.autocast)
+    """How private passes compute. A processor without bfloat16 emulates it, which is slower than float32."""
+    wanted = recipe.autocast if has_bfloat16() else None
+    autocast = None if wanted is None else getattr(torch, wanted)
     return Performance(autocast=autocast, micro_batch_size=recipe.micro_batch_size)
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Whether the machine computes in bfloat16."""
+    if torch.cuda.is_available():
+        return bool(torch.cuda.is_bf16_supported())
+    return any(found for name, found in torch.cpu.get_capabilities().items() if "bf16" in name)
