@@ -105,7 +105,7 @@ def test_a_private_table_is_read_by_index(tmp_path: Path, monkeypatch: pytest.Mo
     original = datasets.Dataset.__getitem__
 
     def noting(self: Any, key: Any) -> Any:
-        keys.extend([key] if self is private else [])
+        keys.extend(([key] if isinstance(key, int) else key) if len(self) == len(private) else [])
         return original(self, key)
 
     def whole(self: Any, *args: Any) -> None:
@@ -115,6 +115,7 @@ def test_a_private_table_is_read_by_index(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("__iter__", "to_dict", "to_pandas"):
         monkeypatch.setattr(datasets.Dataset, name, whole)
     fit(tmp_path, private, public)
+    assert keys
     assert {type(key) for key in keys} == {int}
     assert len(keys) < 60  # two samples at rate 0.1 of 80 rows: above this once in 10**15
 
@@ -192,6 +193,41 @@ def test_rows_that_do_not_fit_are_left_out_without_a_word() -> None:
     records, _ = (handle := hs.PrivateData(datasets.Dataset.from_dict(columns), example=table(1, 1)[0]))._open()
     kept = records.fetch(slice(0, 4), handle._schema())
     assert kept["input_ids"].tolist() == [columns["input_ids"][0], columns["input_ids"][3]]
+
+
+@pytest.mark.parametrize("form", [None, "torch", "numpy", "custom"])
+def test_a_row_does_not_change_how_others_are_read(form: str | None) -> None:
+    """Tables of numbers are read in one go, and others row by row, because what a transform does to a batch is unknown:
+    here it cuts all rows to the shortest.
+    """
+
+    def cut(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        shortest = min(map(len, batch["input_ids"]))
+        return {**batch, "input_ids": [row[:shortest] for row in batch["input_ids"]]}
+
+    columns = texts(6, 0)
+    columns["input_ids"][1], columns["labels"][2] = [1, 2], None
+    made = datasets.Dataset.from_dict(columns)
+    made = made.with_transform(cut) if form == "custom" else made.with_format(form)
+    records, _ = (handle := hs.PrivateData(made, example=table(1, 1)[0]))._open()
+    kept = records.fetch(torch.tensor([5, 1, 0, 2, 4]), handle._schema())
+    assert kept["input_ids"].tolist() == [columns["input_ids"][i] for i in (5, 0, 4)]
+    assert kept["labels"].tolist() == [columns["labels"][i] for i in (5, 0, 4)]
+
+
+def test_a_table_of_numbers_is_read_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = list[Any]()
+    original = datasets.Dataset.__getitem__
+
+    def noting(self: Any, key: Any) -> Any:
+        keys.append(key)
+        return original(self, key)
+
+    monkeypatch.setattr(datasets.Dataset, "__getitem__", noting)
+    records, _ = (handle := hs.PrivateData(table().with_format("torch"), example=table(1, 1)[0]))._open()
+    keys.clear()
+    records.fetch(torch.tensor([7, 3, 7]), handle._schema())
+    assert keys == [[7, 3, 7]]
 
 
 def test_public_rows_of_several_lengths_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NoReturn, Protocol, final
 
 import numpy as np
@@ -253,13 +254,42 @@ class _DatasetRecords:
         return None
 
     def fetch(self, indices: Indices, schema: Schema) -> Batch:
-        wanted = range(indices.start, indices.stop) if isinstance(indices, slice) else indices.tolist()
-        return schema.stack([r for i in wanted if (r := self._read(i, schema)) is not None])
+        wanted = list(range(indices.start, indices.stop)) if isinstance(indices, slice) else indices.tolist()
+        together = self._together(wanted)
+        if together is None:
+            found = [self._read(i, schema) for i in wanted]
+        else:
+            found = [_conforming(row, schema) for row in together]
+        return schema.stack([record for record in found if record is not None])
 
     def _read(self, index: int, schema: Schema) -> list[Tensor] | None:
         with silent():  # whatever a record raises depends on private values: the record is left out
             return schema.conform(self.dataset[index])
         return None
+
+    def _together(self, wanted: list[int]) -> list[dict[str, Any]] | None:
+        """The rows by one read, where the data set is a table of numbers; None where they have to be read one by one.
+
+        Only of such a table is it known that no row changes how another one comes out. Formats that pad or stack could.
+        """
+        if self._table is None or not wanted:
+            return None
+        with silent():
+            columns = self._table[wanted]
+            return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return None
+
+    @cached_property
+    def _table(self) -> Any:
+        """The data set as a table of Hugging Face that gives numbers as they are, or None. No row is read."""
+        if type(self.dataset).__module__ != "datasets.arrow_dataset":  # a class of somebody's own may read otherwise
+            return None
+        form, kinds = getattr(self.dataset, "format", None), getattr(self.dataset, "features", None)
+        if not (isinstance(form, dict) and isinstance(kinds, dict) and form.get("type") in (None, "torch", "numpy")):
+            return None
+        if form["output_all_columns"] or not all(_is_number(kinds[name]) for name in form["columns"]):
+            return None
+        return self.dataset.with_format(None, columns=form["columns"])
 
     def problem(self, index: int, schema: Schema) -> str:
         try:
@@ -269,6 +299,19 @@ class _DatasetRecords:
         except BaseException as error:  # as in `silent`
             return f"{type(error).__name__}: {error}"
         return ""
+
+
+def _conforming(row: Any, schema: Schema) -> list[Tensor] | None:
+    with silent():
+        return schema.conform(row)
+    return None
+
+
+def _is_number(feature: Any) -> bool:
+    """Whether a column of Hugging Face's holds numbers, or lists of them."""
+    if type(feature).__name__ in ("List", "LargeList", "Sequence"):
+        return _is_number(feature.feature)
+    return type(feature).__name__ == "Value" and str(feature.dtype).startswith(("int", "uint", "float", "bool"))
 
 
 @dataclass(frozen=True)
