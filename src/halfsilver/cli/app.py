@@ -24,6 +24,7 @@ except ImportError as error:  # pragma: no cover - depends on the installation
 
 from halfsilver.cli import audit as cli_audit
 from halfsilver.cli import doctor as cli_doctor
+from halfsilver.cli import ledger as cli_ledger
 from halfsilver.cli import overlap as cli_overlap
 from halfsilver.cli import studies as cli_studies
 
@@ -169,6 +170,7 @@ for command in (
     cli_studies.compare,
     cli_studies.run,
     cli_studies.report,
+    cli_ledger.ledger,
     cli_overlap.overlap,
     cli_audit.audit,
     cli_doctor.doctor,

@@ -1,0 +1,54 @@
+"""`halfsilver ledger`: what it lists is what the ledger counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import halfsilver as hs
+from halfsilver.privacy.accounting import epsilon_of
+
+CliRunner = pytest.importorskip("typer.testing").CliRunner
+
+from halfsilver.cli.app import app  # noqa: E402
+
+PLAN = hs.PrivacyPlan(steps=10, sampling_rate=0.1, expected_batch_size=50, noise_multiplier=2.0)
+
+
+def filled(path: Path, budget: hs.Budget | None) -> hs.Ledger:
+    ledger = hs.Ledger.open(path, budget=budget)
+    for name, steps in (("first", 10), ("second", 4)):
+        ledger.register_run(name, PLAN, block_max=10)
+        ledger.intend(name, steps)
+    ledger.finish("first", 9)
+    return ledger
+
+
+def test_runs_and_what_is_left(tmp_path: Path) -> None:
+    ledger = filled(tmp_path / "ledger.jsonl", hs.Budget(epsilon=2.0, delta=1e-5))
+    found = json.loads(CliRunner().invoke(app, ["ledger", str(tmp_path), "--json"]).stdout)
+    assert [(run["run_id"], run["steps"], run["state"]) for run in found["runs"]] == [
+        ("first", 10, "finished, 9 updates"),
+        ("second", 4, "open"),
+    ]
+    assert found["runs"][0]["epsilon"] == pytest.approx(PLAN.epsilon(1e-5))
+    assert found["epsilon"] == pytest.approx(epsilon_of([PLAN.count(14)], 1e-5, "pld"))
+    assert found["left"] == pytest.approx(2.0 - ledger.spent())
+    ledger.external((5.0, 0.0), "another tool")
+    shown = CliRunner().invoke(app, ["ledger", str(tmp_path / "ledger.jsonl")])
+    assert shown.exit_code == 0
+    assert "another tool" in shown.stdout
+    assert "left 0." in shown.stdout
+
+
+def test_a_delta_is_asked_for_where_nothing_names_one(tmp_path: Path) -> None:
+    filled(tmp_path / "ledger.jsonl", None)
+    refused = CliRunner().invoke(app, ["ledger", str(tmp_path)])
+    assert "--delta" in str(refused.exception)
+    given = CliRunner().invoke(app, ["ledger", str(tmp_path), "--delta", "1e-6"])
+    assert "at delta 1e-06" in given.stdout
+    assert "No budget is set." in given.stdout
+    missing = CliRunner().invoke(app, ["ledger", str(tmp_path / "other")])
+    assert "to be a ledger, or a run folder" in str(missing.exception)
