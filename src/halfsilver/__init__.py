@@ -41,6 +41,7 @@ if _typing.TYPE_CHECKING:
     from halfsilver.privacy.released_metrics import Release
     from halfsilver.privacy.strategies import Correlated
     from halfsilver.probing import FineTune, head
+    from halfsilver.runs.weights import load
     from halfsilver.selection import select
     from halfsilver.study.advice import advise
     from halfsilver.study.compare import compare
@@ -77,6 +78,7 @@ __all__ = [
     "compare",
     "cosine",
     "head",
+    "load",
     "private_clip_norm",
     "select",
     "views",
@@ -109,6 +111,7 @@ _HOMES = {
     "privacy.released_metrics": ("Release",),
     "privacy.strategies": ("Correlated",),
     "probing": ("FineTune", "head"),
+    "runs.weights": ("load",),
     "selection": ("select",),
     "study.advice": ("advise",),
     "study.compare": ("compare",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from halfsilver._core.averaging import Average, AverageKind, copy_to
 from halfsilver._core.distributed import World
 from halfsilver._core.random import own_randomness
-from halfsilver._core.sharded import is_sharded, local, replicated, reshard, unwrapped, whole_model
+from halfsilver._core.sharded import full_on_lead, is_sharded, local, replicated, reshard, unwrapped, whole_model
 from halfsilver._core.tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.errors import BudgetExceeded, ConfigError, PrivateDataError, require
 from halfsilver.mirror import Clock, Euclidean, Geometry, MirrorMap, PretrainResult, PublicLoss, Step, pretrain
@@ -37,10 +38,15 @@ from halfsilver.privacy.released_metrics import Release, release_metrics
 from halfsilver.privacy.released_metrics import ReleasedMetrics as ReleasedMetrics
 from halfsilver.privacy.strategies import Independent
 from halfsilver.privacy.users import Engine, UserUpdates
+from halfsilver.runs.folder import RunFolder
 from halfsilver.runs.progress import progress_bar
 from halfsilver.runs.session import Session
-from halfsilver.runs.state import Parts, TrainState, pack, unpack
+from halfsilver.runs.signals import caught_signal, stop
+from halfsilver.runs.state import Parts, TrainState, pack, settings_of, unpack
 from halfsilver.runs.statement import diverged
+from halfsilver.runs.weights import write_weights
+
+_log = logging.getLogger("halfsilver")
 
 Stopped = Literal["finished", "budget", "diverged"]
 ReleaseSource = PrivateGradient | UserUpdates
@@ -210,6 +216,7 @@ class Trainer:
                 "Expected the optimizer to hold exactly the trainable parameters of the model. Make it from "
                 "[p for p in model.parameters() if p.requires_grad], after freezing layers."
             )
+        self._settings = settings_of(self.optimizer)  # now, because schedulers change them
         self._state = TrainState(step=0, mirror={}, average=Average(self.average))
         self._shape: Shaped | None = None
         self._fitted, self._public_example = False, None
@@ -260,6 +267,9 @@ class Trainer:
         An unusable private record contributes zero silently, because an error would reveal that it exists. The same
         holds for a data set in which no record can be used; `check_usable` finds that out, for a price.
 
+        The first Ctrl-C or SIGTERM ends the run a step or about a second later, with a checkpoint. `halfsilver.load`
+        puts the weights of a finished run into a model.
+
         Args:
             private: A data set, tensors or `PrivateData`, which nothing outside `halfsilver.privacy` reads; or an
                 `Engine`, behind which users train by themselves.
@@ -286,7 +296,14 @@ class Trainer:
         self._said = self.metrics_not_private
         self._refuse_private(private, public, test)
         with self._shaped(public) as public:
-            return self._fit(private, public, run_dir, ledger, delta, test, test_every, check_usable)
+            result = self._fit(private, public, run_dir, ledger, delta, test, test_every, check_usable)
+        self._export(result.run_dir)
+        return result
+
+    def _export(self, run_dir: Path) -> None:
+        """The trained weights under the names of the model, for `load`; with a geometry, the checkpoint has others."""
+        tensors = {name: full_on_lead(t) for name, t in self.model.state_dict().items()}
+        self._world.from_lead(lambda: write_weights(RunFolder(run_dir), tensors))
 
     @contextmanager
     def _shaped(self, public: Any) -> Iterator[Any]:
@@ -345,6 +362,8 @@ class Trainer:
         with Session.open(run_dir, ledger, self.plan, config=config, delta=delta, world=world) as session:
             self._ledger = session.ledger
             saved = session.load()
+            if session.finished and world.leads:
+                _log.warning("The run in %s has finished. It is loaded, and nothing is trained.", run_dir)
             source = self._source(session, private, psi)
             self._begin(session, psi, saved)
             known = any("usable_share" in line for line in session.history())  # paid for once
@@ -378,7 +397,7 @@ class Trainer:
 
     def _loop(self, session: Session, source: ReleaseSource, psi: PublicLoss | None, test: Tester) -> Stopped:
         params, state = trainable(self.model), self._state
-        with self._bar(session) as show:
+        with self._bar(session) as show, caught_signal() as came:
             while state.step < self.plan.steps and not session.finished:
                 try:
                     released = source.release()  # g_t + b_t. Everything below is post-processing.
@@ -395,9 +414,13 @@ class Trainer:
                 if not self._is_finite():
                     return "diverged"
                 self._renew()
-                if source.out.between_blocks and session.due(self.checkpoint_seconds):
-                    self._save(session, source)
                 show(state.step)
+                if source.out.between_blocks:
+                    signal = session.world.from_lead(came)  # ranks stop together
+                    if signal or session.due(self.checkpoint_seconds):
+                        self._save(session, source)
+                    if signal and state.step < self.plan.steps:
+                        stop(signal, state.step, self.plan.steps)
         if not self._is_finite():
             return "diverged"
         return "finished" if state.step == self.plan.steps else "budget"
@@ -653,6 +676,7 @@ class Trainer:
         return {
             "mirror": described(self.mirror),
             "optimizer": type(self.optimizer).__name__,
+            "optimizer_settings": self._settings,
             "scheduler": type(self.scheduler).__name__,
             "average": self.average,
             "public_batch_size": self.public_batch_size,

@@ -17,6 +17,7 @@ from halfsilver._core import system
 from halfsilver.errors import CheckpointCorrupt, ConfigError
 
 SCHEMA_VERSION = 1
+_LATER = ("optimizer_settings",)  # which run folders of earlier versions do not have
 UNSAFE = "unsafe-"  # starts the id of a run with a known seed, so that the ledger's chain tells of it
 
 
@@ -29,6 +30,7 @@ class RunFolder:
         statement.json          the privacy statement
         metrics.jsonl           one line per report
         checkpoint.safetensors  the latest state
+        model.safetensors       the weights of a finished run, under the names of the model
         attendance/             users of the last rounds, where users who are present take part with correlated noise
         ledger.jsonl            unless the run uses the data set's own ledger elsewhere; beside it ledger.jsonl.head
     """
@@ -39,6 +41,7 @@ class RunFolder:
         self.statement = self.path / "statement.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoint = self.path / "checkpoint.safetensors"
+        self.weights = self.path / "model.safetensors"
         self.attendance = self.path / "attendance"
         self.ledger = self.path / "ledger.jsonl"
 
@@ -61,7 +64,7 @@ class RunFolder:
             raise CheckpointCorrupt(f"Expected {self.config} to name its run_id. {_WAY_OUT}")
         now = json.loads(json.dumps(config))
         for name in sorted(now.keys() | found.keys() - {"schema_version", "run_id", "versions"}):
-            if found.get(name) != now.get(name):
+            if found.get(name) != now.get(name) and (name in found or name not in _LATER):
                 raise ConfigError(
                     f"Expected {name} of the run in {self.path} to be unchanged on resume: it was "
                     f"{found.get(name)!r} and is now {now.get(name)!r}. Use another run_dir for another run."
@@ -87,7 +90,7 @@ class RunFolder:
         The config goes last, so that a kill on the way leaves a folder that is still seen to be in use.
         """
         shutil.rmtree(self.attendance, ignore_errors=True)
-        for path in (self.checkpoint, self.metrics, self.statement, self.config):
+        for path in (self.weights, self.checkpoint, self.metrics, self.statement, self.config):
             path.unlink(missing_ok=True)
 
     def rewind(self, step: int) -> None:

@@ -58,6 +58,14 @@ def pack(
     return tensors, about
 
 
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Learning rate, momentum and so on of each group of parameters, for the config of a run."""
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer_parts(optimizer)[1]["param_groups"]
+    ]
+
+
 def unpack(
     tensors: Mapping[str, Tensor],
     about: Mapping[str, Any],

@@ -1,0 +1,113 @@
+"""Signals end a run with a checkpoint; a finished run is told of, compared and loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfsilver as hs
+from halfsilver.errors import CheckpointCorrupt, ConfigError
+from halfsilver.trainer import StepReport
+
+PLAN = hs.PrivacyPlan(steps=40, sampling_rate=0.1, expected_batch_size=40, noise_multiplier=1.0)
+ROWS = (torch.randn(400, 5, generator=torch.Generator().manual_seed(0)), torch.zeros(400))
+
+
+def loss_fn(model: Any, batch: Any) -> Tensor:
+    losses: Tensor = (model(batch[0])[:, 0] - batch[1] - 1).square()
+    return losses
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def trainer(model: nn.Module | None = None, lr: float = 0.1, **options: Any) -> hs.Trainer:
+    model = model or network()
+    return hs.Trainer(
+        model, loss_fn, optimizer=torch.optim.SGD(model.parameters(), lr=lr), plan=PLAN, progress=False, **options
+    )
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_loses_no_step(
+    number: signal.Signals, raised: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The ledger counts as many steps as the model has had updates, so the run can be completed without spare steps."""
+
+    def send(report: StepReport) -> None:
+        if report.step == 11:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    with pytest.raises(raised):
+        trainer(callbacks=[send]).fit(ROWS, run_dir=tmp_path)
+    assert signal.getsignal(number) == before
+    [run] = hs.Ledger.open(tmp_path / "ledger.jsonl").runs.values()
+    assert 11 <= run.spent < 40
+    assert f"Stopped after step {run.spent} of 40" in caplog.text
+    result = trainer().fit(ROWS, run_dir=tmp_path)
+    assert (result.stopped, result.updates) == ("finished", 40)
+
+
+def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:
+    def send(report: StepReport) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second one was not heard")
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(callbacks=[send]).fit(ROWS, run_dir=tmp_path)
+
+
+def test_a_handler_of_somebody_else_is_kept(tmp_path: Path) -> None:
+    came = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        trainer(callbacks=[lambda report: signal.raise_signal(signal.SIGTERM)]).fit(ROWS, run_dir=tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(came) == 40
+
+
+def test_other_settings_of_the_optimizer_are_refused(tmp_path: Path) -> None:
+    trainer().fit(ROWS, run_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"optimizer_settings of the run in .* unchanged.*0\.1.*0\.2"):
+        trainer(lr=0.2).fit(ROWS, run_dir=tmp_path)
+
+
+def test_a_finished_run_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer().fit(ROWS, run_dir=tmp_path)
+    assert not caplog.records
+    trainer().fit(ROWS, run_dir=tmp_path)
+    assert "has finished. It is loaded, and nothing is trained" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"average": 0.9}, {"geometry": hs.Whitened()}])
+def test_loaded_weights_are_those_of_the_trained_model(options: dict[str, Any], tmp_path: Path) -> None:
+    """Those of the average where there is one, and in the model's own coordinates."""
+    made, other = trainer(**options), network()
+    result = made.fit(ROWS, tuple(t[:50].clone() for t in ROWS), run_dir=tmp_path)
+    assert hs.load(tmp_path, other) == result.statement
+    for mine, loaded in zip(made.model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, loaded)
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="finished run"):
+        hs.load(tmp_path, network())
+    trainer().fit(ROWS, run_dir=tmp_path)
+    with pytest.raises(ConfigError, match="do not fit this model"):
+        hs.load(tmp_path, nn.Linear(5, 1))
+    other = tmp_path / "other"
+    trainer().fit(ROWS, run_dir=other)
+    (other / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointCorrupt, match="another run"):
+        hs.load(other, network())
