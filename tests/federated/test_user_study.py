@@ -85,10 +85,12 @@ def test_public_search_keeps_users_apart_and_reads_no_private_one() -> None:
     plan = make_plan(RECIPE, own.population, 8.0, 1e-4)
     arena = search_arena(own, RECIPE, plan, "public search")
     assert not arena.spends
-    assert arena.plan == replace(plan, steps=2, spare_steps=1, sampling_rate=10 / 12)
+    noise = plan.noise_multiplier * 3 / 10  # on a sum over 3 users: the same noise on the mean
+    small = replace(plan, expected_batch_size=3.0, sampling_rate=1.0, noise_multiplier=noise)
+    assert arena.plan == replace(small, steps=2, spare_steps=1)
     engine = private_side(arena.problem, RECIPE)
     assert isinstance(engine, InProcess)
-    assert engine.population == arena.problem.population == 12  # 3 of 8 users, four times each
+    assert engine.population == arena.problem.population == 3  # of 8 users
     parts = [arena.problem.test[0], arena.problem.public[0]]
     parts.append(torch.cat([engine._store.rows(user, 99)[0] for user in range(3)]))
     rows = [{tuple(row) for row in part.tolist()} for part in parts]

@@ -108,13 +108,17 @@ def _public(problem: Problem, plan: PrivacyPlan) -> Arena:
 
 
 def _public_by_user(problem: Problem, plan: PrivacyPlan) -> Arena:
-    """The same with whole users in place of rows: nobody is in two parts."""
+    """The same with whole users in place of rows: nobody is in two parts.
+
+    A user's update takes long, so the stand-ins are not repeated. All of them take part in each step instead, with the
+    noise on their mean that the plan has on the mean of a cohort.
+    """
     users = problem.public_users or ()
     if len(users) < _FEWEST_USERS:
         raise ConfigError(f"Expected at least {_FEWEST_USERS} public users for a public search, got {len(users)}.")
     order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0)).tolist()
     stand_in, scored = round(_PSEUDO_PRIVATE * len(users)), round(_VALIDATION * len(users))
-    pseudo = [users[i] for i in order[:stand_in]] * math.ceil(plan.expected_batch_size / stand_in)
+    pseudo = [users[i] for i in order[:stand_in]]
     mirror = [users[i] for i in order[stand_in + scored :]]
     part = replace(
         problem,
@@ -125,8 +129,14 @@ def _public_by_user(problem: Problem, plan: PrivacyPlan) -> Arena:
         population=len(pseudo),
         curve=None,
     )
-    rate = min(1.0, plan.expected_batch_size / len(pseudo))
-    return Arena(problem=part, plan=replace(plan, sampling_rate=rate), spends=False)
+    cohort = min(float(stand_in), plan.expected_batch_size)
+    small = replace(
+        plan,
+        expected_batch_size=cohort,
+        sampling_rate=cohort / stand_in,
+        noise_multiplier=plan.noise_multiplier * cohort / plan.expected_batch_size,
+    )
+    return Arena(problem=part, plan=small, spends=False)
 
 
 _ARENAS: Mapping[SearchMode, Callable[[Problem, PrivacyPlan], Arena]] = {
