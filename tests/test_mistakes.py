@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import halfsilver as hs
 from halfsilver.__main__ import main
@@ -111,11 +112,15 @@ MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "batch norm": (lambda p: fit(p, model=network(nn.BatchNorm1d(16))), ("BatchNorm1d at '2'", "GroupNorm", ".eval()")),
     # private data
-    "shuffling loader": (
-        lambda p: fit(p, DataLoader(TensorDataset(X, Y), shuffle=True)),
-        ("DataLoader", "Poisson", "loader.dataset"),
+    "loader of a part": (
+        lambda p: fit(p, DataLoader(TensorDataset(X, Y), sampler=SubsetRandomSampler(range(9)))),
+        ("SubsetRandomSampler", "Subset(dataset, indices)"),
     ),
-    "numpy arrays": (lambda p: fit(p, (X.numpy(), Y.numpy()), rows(40, 1)), ("got ndarray", "torch.as_tensor")),
+    "loader that collates": (
+        lambda p: fit(p, DataLoader(TensorDataset(X, Y), collate_fn=lambda found: found)),
+        ("collate_fn of its own", "pad to one length"),
+    ),
+    "array of texts": (lambda p: fit(p, (X, np.array(["a"] * len(X)))), ("array of numbers", "<U1")),
     "wrong shape": (lambda p: fit(p, (X[:, :5], Y)), ("(4, 5) torch.float32", "example=")),
     "labels as fractions": (lambda p: fit(p, (X, Y.float())), ("(4,) torch.float32", "made-up examples")),
     "a data set without an example": (lambda p: fit(p, list(zip(X, Y, strict=True))), ("example=(torch.zeros",)),
@@ -123,9 +128,9 @@ MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     "private rows as public ones": (lambda p: same_rows(p, "public"), ("given as public=", "other rows")),
     "private rows as test rows": (lambda p: same_rows(p, "test"), ("given as test=", "other rows")),
     "private handle as public rows": (lambda p: fit(p, public=hs.PrivateData(rows(40))), ("given as public=",)),
-    "public loader": (
-        lambda p: fit(p, public=DataLoader(TensorDataset(*rows(40)))),
-        ("got DataLoader", ".dataset"),
+    "public loader of a part": (
+        lambda p: fit(p, public=DataLoader(TensorDataset(*rows(40)), sampler=SubsetRandomSampler(range(9)))),
+        ("SubsetRandomSampler",),
     ),
     "public NaN": (lambda p: fit(p, public=spoilt(7, torch.nan)), ("rows [7] hold NaN", "Leave them out")),
     "public NaN, pretraining": (lambda _: trainer().pretrain(spoilt(7, torch.nan)), ("rows [7] hold NaN",)),

@@ -202,8 +202,8 @@ def test_every_kind_of_dataset_gives_the_same_gradient(dataset: Any, loss_fn: An
 
 def test_refusals_say_what_to_do() -> None:
     model = network()
-    with pytest.raises(ConfigError, match=r"give its \.dataset"):
-        PublicLoss(model, squared, DataLoader(TensorDataset(X, Y)))
+    with pytest.raises(ConfigError, match="collate_fn"):
+        PublicLoss(model, squared, DataLoader(TensorDataset(X, Y), collate_fn=list))
     with pytest.raises(ConfigError, match=r"\[29, 30\]"):
         PublicLoss(model, squared, (X, Y[1:]))
     with pytest.raises(ConfigError, match="at least 1"):

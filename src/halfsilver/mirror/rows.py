@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset, default_collate
 
+from halfsilver._core.given import as_data
 from halfsilver._core.tensors import Batch, as_column, batch_leaves, batch_rows, map_batch
 from halfsilver.errors import ConfigError, require
 
@@ -21,12 +22,13 @@ _log = logging.getLogger("halfsilver")
 class PublicRows:
     """A public data set seen as a table from which batches are taken by index tensor or slice.
 
-    Takes a tensor, a tuple or dict of tensors, or any data set with `__len__` and `__getitem__`. Tensors
-    are indexed directly; other data sets are read row by row and collated. In rows that are dicts, as those of
-    Hugging Face's data sets are, a list of numbers is one tensor.
+    Takes a tensor, NumPy array or pandas frame, a tuple or dict of them, a loader, whose data set is taken, or any data
+    set with `__len__` and `__getitem__`. Tensors are indexed directly; other data sets are read row by row and
+    collated. In rows that are dicts, as those of Hugging Face's data sets are, a list of numbers is one tensor.
     """
 
     def __init__(self, dataset: Any) -> None:
+        self._given, dataset = dataset, as_data(dataset)
         data = dataset.tensors if isinstance(dataset, TensorDataset) else dataset
         self._tensors = data if isinstance(data, Tensor | tuple | dict) else None
         self._dataset = data
@@ -36,15 +38,14 @@ class PublicRows:
             self._length = len(data)
         else:
             raise ConfigError(
-                f"Expected a public data set with __len__ and __getitem__, or tensors, got "
-                f"{type(data).__name__}. For a DataLoader give its .dataset and set batch_size."
+                f"Expected a public data set with __len__ and __getitem__, or tensors, got {type(data).__name__}."
             )
         require(self._length > 0, "public rows", self._length, "at least 1")
 
     @property
     def source(self) -> Any:
-        """The data set as it was given, up to its wrapping."""
-        return self._dataset
+        """The data set as it was given."""
+        return self._given
 
     def __len__(self) -> int:
         return self._length

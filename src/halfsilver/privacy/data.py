@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
+from halfsilver._core.given import as_data
 from halfsilver._core.tensors import Batch, batch_rows, take_rows
 from halfsilver.errors import PrivateDataError, require
 from halfsilver.privacy.mapped import MappedRecords, Transform
@@ -37,8 +38,10 @@ class PrivateData:
     those of the example, or if it is not made of dense real numbers. Use `inspect_not_private` to find such records.
 
     Args:
-        records: The private records. Either a tensor, or a tuple or dict of tensors, with one example per entry of
-            dimension 0; or a map-style data set with ``__len__`` and ``__getitem__``, such as a list.
+        records: The private records. Either a tensor, NumPy array or pandas frame, or a tuple or dict of them, with one
+            example per entry of dimension 0; or a map-style data set with ``__len__`` and ``__getitem__``, such as a
+            list. Of a `DataLoader` the data set is taken, because halfsilver draws the batches. Floating-point arrays
+            and frames get torch's default dtype.
         users: One key per record that names the person behind it, as a sequence, a NumPy array or a tensor of one
             dimension. Default None. Plans with ``unit="user"`` need keys, and plans with ``unit="example"`` refuse
             them. Keys are compared by value, so two spellings of one name count as two people.
@@ -47,7 +50,7 @@ class PrivateData:
             data.
 
     Raises:
-        PrivateDataError: If `records` is a DataLoader or an IterableDataset, if the columns are not tensors of equal
+        PrivateDataError: If `records` is an IterableDataset, if the columns are not tensors of equal
             length, or if a key is missing or cannot be compared by value.
 
     Example:
@@ -381,11 +384,7 @@ def _require_keys(found: bool) -> None:
 
 
 def _as_records(records: Any) -> Records:
-    if isinstance(records, DataLoader):
-        raise PrivateDataError(
-            "Private data was given as a DataLoader, whose batches are not the Poisson samples that the accountant "
-            "assumes. Pass its data set (loader.dataset); halfsilver draws the batches itself."
-        )
+    records = as_data(records)
     if isinstance(records, IterableDataset):
         raise PrivateDataError(
             "Poisson sampling needs rows by index; an IterableDataset has none. Pass a map-style set."
@@ -399,11 +398,11 @@ def _as_records(records: Any) -> Records:
         if len({len(leaf) for leaf in leaves}) != 1:
             raise PrivateDataError("The tensors of a private data set must have the same number of rows.")
         return _TensorRecords(plain(records))
-    if leaves or hasattr(records, "iloc"):
-        held = sorted({type(leaf).__name__ for leaf in leaves} or {type(records).__name__})
+    if leaves:
+        held = sorted({type(leaf).__name__ for leaf in leaves})
         raise PrivateDataError(
-            f"Expected the columns of private data as tensors, with the example on dimension 0; got {', '.join(held)}. "
-            "Turn each into one by torch.as_tensor."
+            f"Expected the columns of private data as tensors or arrays, with the example on dimension 0; got "
+            f"{', '.join(held)}. Turn each into one by torch.as_tensor."
         )
     if not (hasattr(records, "__getitem__") and hasattr(records, "__len__")):
         raise PrivateDataError(f"Expected private data with __len__ and __getitem__, or tensors; got {type(records)}.")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from halfsilver._core.given import as_data
 from halfsilver._core.local_training import LocalTraining
 from halfsilver._core.random import own_randomness
 from halfsilver._core.tensors import Batch, LossFn, eval_mode, norm, take_rows, trainable
@@ -316,6 +317,7 @@ def advise(
     >>> advice.plan.steps >= 50, advice.plan.epsilon() <= 2
     (True, True)
     """
+    public, held_out = as_data(public), as_data(held_out)
     known, unknown = (_records(data, local) for data in (public, held_out))
     what, fewest = ("rows", FEWEST_HELD_OUT) if local is None else ("users", FEWEST_USERS)
     require(len(unknown) >= fewest, f"number of held-out {what}", len(unknown), f"at least {fewest}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfsilver._core.given import as_data
 from halfsilver._core.local_training import LocalTraining
 from halfsilver._core.tensors import Batch, LossFn
 from halfsilver.errors import ConfigError, require
@@ -63,6 +64,7 @@ class Problem:
         for name in ("public", "test", "validation", "curve"):
             if getattr(self, name) is self.private or shares_rows(self.private, getattr(self, name)):
                 raise ConfigError(f"The private data were given as {name} too, which is read without protection.")
+            object.__setattr__(self, name, as_data(getattr(self, name)))  # afterwards, because a copy is not recognised
 
 
 @dataclass(frozen=True, kw_only=True)

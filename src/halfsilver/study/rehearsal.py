@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfsilver._core.averaging import AverageKind
+from halfsilver._core.given import as_data
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror import Finish, Geometry, Whitened
 from halfsilver.mirror.rows import PublicRows
@@ -122,6 +123,7 @@ def choose_geometry(
     >>> len(choice.tried), choice.rows
     (12, 50)
     """
+    public, held_out = as_data(public), as_data(held_out)
     plan, rows = trainer.plan, len(PublicRows(held_out))
     require(rows >= _FEWEST, "number of held-out rows", rows, f"at least {_FEWEST}")
     require(len(candidates) > 0, "candidates", candidates, "one or more geometries")
