@@ -198,3 +198,14 @@ def test_a_recipe_may_name_any_optimizer_of_torch(tmp_path: Path) -> None:
     for wrong in ("Adm", "lr_scheduler"):
         with pytest.raises(ConfigError, match="optimizer"):
             replace(RECIPE, optimizer=wrong)
+
+
+def test_the_model_of_a_run_can_be_loaded(study: hs.study.Comparison) -> None:
+    folder = study.run_dir("warm")
+    [found] = [run for run in study.summary["runs"] if (run["method"], run["seed"]) == ("warm", 0)]
+    model = make_model()
+    assert hs.load(folder, model)["delta"] == found["delta"]
+    loss = float(loss_fn(model, records(100, 2)).mean().detach())
+    assert loss == pytest.approx(found["final"]["loss"], rel=1e-4)
+    with pytest.raises(ConfigError, match=r"run='public-seed-0' one of \['"):
+        study.run_dir("public")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch import nn
 from halfsilver._core.tensors import LossFn
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror.rows import PublicRows
+from halfsilver.runs.folder import RunFolder
+from halfsilver.runs.progress import telling
 from halfsilver.study.arena import SEARCH
 from halfsilver.study.auto import advised_study, held_out_share
 from halfsilver.study.jobs import Tell
@@ -19,6 +22,8 @@ from halfsilver.study.method import METHODS, Method, resolve
 from halfsilver.study.problem import Augment, Grid, Pretrain, Problem, Recipe, Setting
 from halfsilver.study.records import Summary
 from halfsilver.study.study import Request, Study, seeds_for
+
+_log = logging.getLogger("halfsilver")
 
 _ANY_BATCH = 64  # of the recipe from which an advice takes the epochs, whatever its batch
 DEFAULT_GRID = Grid(cold=(0.25, 1.0, 4.0), warm=(0.1, 0.25, 1.0, 4.0), pda=(0.25, 1.0), alpha_end=(0.8, 0.9, 0.95))
@@ -40,6 +45,24 @@ class Comparison:
     def verdict(self) -> Mapping[str, Any]:
         """Means, paired differences with their intervals, and the sentences that say what they mean."""
         return self.summary["verdict"]  # type: ignore[no-any-return]
+
+    def run_dir(self, method: str, seed: int = 0) -> Path:
+        """The run folder of a method, for `halfsilver.load`, `halfsilver report` and `halfsilver verify`.
+
+        A model that was chosen for its figures costs what all private runs of the study have spent, unless the choice
+        was made before.
+
+        Args:
+            method: The name of the method.
+            seed: The seed of the run, from 0.
+
+        Raises:
+            ConfigError: The study has no such run, or the method has no private step.
+        """
+        folder = self.folder / "runs" / f"{method}-seed-{seed}"
+        known = sorted(path.name for path in (self.folder / "runs").glob("*") if RunFolder(path).config.exists())
+        require(folder.name in known, "run", folder.name, f"one of {known}")
+        return folder
 
     def __str__(self) -> str:
         from halfsilver.study.show import as_text
@@ -104,7 +127,8 @@ def compare(
         curve: The test rows on which curves are drawn (default: all of `test`).
         ledger: The ledger of the private data, where they have one (default: one in `out`).
         augment: Random changes to a public batch, used where the recipe says so.
-        tell: Receives one line of progress per finished job.
+        tell: Receives one line of progress per finished job (default: a progress line on a terminal, and a log line at
+            INFO).
 
     Returns:
         Folder, summary and verdict.
@@ -135,24 +159,30 @@ def compare(
         curve=curve,
         augment=augment,
     )
-    tell, settings = tell or (lambda text: None), dict[str, Setting]()
-    if auto:
-        advised = advised_study(problem, recipe, epsilon=epsilon, delta=delta, folder=Path(out), tell=tell)
-        recipe, methods, settings = advised.recipe, advised.methods, advised.settings
-    arms = resolve(methods)
-    request = Request(
-        task="custom",
-        recipe=recipe,
-        epsilon=epsilon,
-        delta=delta,
-        methods=arms,
-        seeds=seeds_for(arms, seeds),
-        search=SEARCH[search],
-        settings=settings,
-    )
-    data_ledger = None if ledger is None else Path(ledger)
-    study = Study(folder=Path(out), request=request, source=lambda: problem, data_ledger=data_ledger)
-    return Comparison(Path(out), study.go(tell=tell).to_json())
+    with telling(tell) as shown:
+
+        def say(text: str) -> None:
+            _log.info("%s", text)
+            shown(text)
+
+        settings = dict[str, Setting]()
+        if auto:
+            advised = advised_study(problem, recipe, epsilon=epsilon, delta=delta, folder=Path(out), tell=say)
+            recipe, methods, settings = advised.recipe, advised.methods, advised.settings
+        arms = resolve(methods)
+        request = Request(
+            task="custom",
+            recipe=recipe,
+            epsilon=epsilon,
+            delta=delta,
+            methods=arms,
+            seeds=seeds_for(arms, seeds),
+            search=SEARCH[search],
+            settings=settings,
+        )
+        data_ledger = None if ledger is None else Path(ledger)
+        study = Study(folder=Path(out), request=request, source=lambda: problem, data_ledger=data_ledger)
+        return Comparison(Path(out), study.go(tell=say).to_json())
 
 
 def _recipe(recipe: Recipe | None, batch_size: int | None, epochs: float | None) -> Recipe:
