@@ -48,6 +48,12 @@ def spoilt(row: int, value: float, column: int = 0) -> tuple[Tensor, Tensor]:
     return public
 
 
+def fit_with(folder: Path, optimizer: Any, scheduler: Any = lambda optimizer: None) -> None:
+    model = network()
+    made = optimizer(model.parameters())
+    fit(folder, model=model, optimizer=made, scheduler=scheduler(made))
+
+
 def other_sgd() -> torch.optim.SGD:
     return torch.optim.SGD(network().parameters(), lr=1)
 
@@ -67,6 +73,7 @@ def calibrated(**changes: Any) -> hs.PrivacyPlan:
     return hs.PrivacyPlan.calibrate(**{**asked, **changes})
 
 
+TEXT: Any = "1"
 X, Y = rows(400)
 NETWORK = network()
 MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
@@ -111,6 +118,16 @@ MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         ("one loss per example", "got float"),
     ),
     "batch norm": (lambda p: fit(p, model=network(nn.BatchNorm1d(16))), ("BatchNorm1d at '2'", "GroupNorm", ".eval()")),
+    "LBFGS": (lambda p: fit_with(p, torch.optim.LBFGS), ("optimizer='LBFGS'", "closure")),
+    "a scheduler that wants a metric": (
+        lambda p: fit_with(p, lambda w: torch.optim.SGD(w, lr=0.1), torch.optim.lr_scheduler.ReduceLROnPlateau),
+        ("scheduler='ReduceLROnPlateau'", "metrics"),
+    ),
+    "epsilon as text": (lambda _: calibrated(epsilon="2"), ("epsilon='2' to be a number",)),
+    "population as text": (lambda _: calibrated(population="9"), ("population='9' to be a number",)),
+    "clip norm as text": (lambda _: plan(max_grad_norm="1"), ("max_grad_norm='1' to be a number",)),
+    "budget as text": (lambda _: hs.Budget(epsilon=TEXT, delta=1e-5), ("epsilon='1' to be a number",)),
+    "alpha as text": (lambda _: hs.FirstOrder(TEXT), ("alpha='1' to be a number",)),
     # private data
     "loader of a part": (
         lambda p: fit(p, DataLoader(TensorDataset(X, Y), sampler=SubsetRandomSampler(range(9)))),

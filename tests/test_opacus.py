@@ -511,6 +511,14 @@ def test_without_public_data_and_without_gradient() -> None:
     assert handle.step == 1
 
 
+@pytest.mark.parametrize("part", ["wrapped model", "model", "optimizer"])
+def test_the_trainer_refuses_what_went_through_make_private(part: str) -> None:
+    loop, plan = private(), hs.PrivacyPlan(steps=2, sampling_rate=0.1, expected_batch_size=20, noise_multiplier=1.0)
+    model = {"wrapped model": loop.model, "model": loop.net, "optimizer": network()}[part]
+    with pytest.raises(ConfigError, match=r"make_private.*Make new ones"):
+        hs.Trainer(model, loss_fn, optimizer=loop.optimizer if part == "optimizer" else sgd(model), plan=plan)
+
+
 def test_missing_opacus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opacus.optimizers", None)
     with pytest.raises(MissingExtra, match=r"pip install 'halfsilver\[opacus\]'"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 
 class HalfsilverError(Exception):
     """Base class of every error that halfsilver raises on purpose. Catch it to handle all of them.
@@ -144,3 +146,23 @@ def require(condition: bool, name: str, value: object, expected: str, hint: str 
     """
     if not condition:
         raise ConfigError(f"Expected {name}={value!r} {expected}.{' ' + hint if hint else ''}")
+
+
+def require_numbers(**values: object) -> None:
+    """Raise `ConfigError` for a value that is neither a number nor None.
+
+    Args:
+        values: Values by the names of their options.
+
+    Raises:
+        ConfigError: If one is a text, a truth value or another object.
+
+    Example:
+        >>> require_numbers(delta=1e-5, epsilon="2")
+        Traceback (most recent call last):
+        ...
+        halfsilver.errors.ConfigError: Expected epsilon='2' to be a number.
+    """
+    for name, value in values.items():
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        require(value is None or is_number, name, value, "to be a number")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 import warnings
@@ -106,6 +107,20 @@ class RunResult:
             delta: In (0, 1) (default: the delta of the statement).
         """
         return self.plan.epsilon(float(self.statement["delta"]) if delta is None else delta)
+
+
+def _needed_by(stepper: Any) -> list[str]:
+    """The arguments without which its `step` cannot be called, such as the closure of LBFGS."""
+    if stepper is None:
+        return []
+    arguments = inspect.signature(stepper.step).parameters.values()
+    return [
+        a.name for a in arguments if a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)
+    ]
+
+
+def _from_opacus(part: Any) -> bool:
+    return type(part).__module__.startswith("opacus.") or hasattr(part, "_forward_counter")
 
 
 @dataclass(eq=False)
@@ -230,6 +245,15 @@ class Trainer:
         for name, kind in kinds.items():
             value = getattr(self, name)
             require(isinstance(value, kind), name, value, f"to be a {kind.__name__}")
+        for part, name in ((self.optimizer, "optimizer"), (self.scheduler, "scheduler")):
+            wanted = _needed_by(part)
+            hint = f"{type(part).__name__}.step needs {', '.join(wanted)}, which a private step cannot give."
+            require(not wanted, name, type(part).__name__, "to take its step without arguments", hint)
+        if any(_from_opacus(part) for part in (self.model, self.optimizer, *self.model.parameters())):
+            raise ConfigError(
+                "Expected a model and an optimizer that have not been through Opacus's make_private, which adds hooks "
+                "to the layers. Make new ones; load_state_dict keeps the weights."
+            )
         # asked of the type, so that a class in the place of its instance is refused as well
         require(hasattr(type(self.mirror), "direction"), "mirror", self.mirror, "to be a map such as FirstOrder(0.9)")
         if self.scheduler is not None and self.scheduler.optimizer is not self.optimizer:

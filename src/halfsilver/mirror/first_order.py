@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import final
 
 from halfsilver._core.tensors import Tensors, lerp
-from halfsilver.errors import require
+from halfsilver.errors import require, require_numbers
 from halfsilver.mirror.base import Mixture, State, Stateless, Step, clip_factor, clip_norm, need_public
 from halfsilver.mirror.public import PublicLoss
 from halfsilver.mirror.schedules import Constant, Cosine, Schedule, weight_at
@@ -64,6 +64,7 @@ class FirstOrder(Stateless):
 
     def __post_init__(self) -> None:
         if not callable(self.alpha):
+            require_numbers(alpha=self.alpha)
             require(0 <= self.alpha <= 1, "alpha", self.alpha, "in [0, 1]")
         limit = self.public_max_norm
         require(limit is None or limit > 0, "public_max_norm", limit, "above 0, or None")

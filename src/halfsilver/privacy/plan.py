@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import dp_accounting as dpa
 
-from halfsilver.errors import ConfigError, require
+from halfsilver.errors import ConfigError, require, require_numbers
 from halfsilver.privacy.accounting import PLD_INTERVAL, Accountant, MechanismCount, epsilon_of
 from halfsilver.privacy.strategies import INDEPENDENT, Correlated, Independent, Noise
 
@@ -87,6 +87,8 @@ class PrivacyPlan:
             self.spare_steps,
             ">= 0 and whole",
         )
+        names = ("sampling_rate", "expected_batch_size", "noise_multiplier", "max_grad_norm", "delta")
+        require_numbers(**{name: getattr(self, name) for name in names})
         rate = "It is the chance of a record to be in a batch: the batch size over the number of records."
         require(0 < self.sampling_rate <= 1, "sampling_rate", self.sampling_rate, "in (0, 1]", rate)
         for name in ("expected_batch_size", "noise_multiplier", "max_grad_norm"):
@@ -290,6 +292,7 @@ class PrivacyPlan:
             if rate is None or batch is None:
                 raise ConfigError("Expected sampling_rate and expected_batch_size together.")
         else:
+            require_numbers(population=population, batch_size=batch_size, epochs=epochs, steps=steps)
             if population is None or batch_size is None:
                 raise ConfigError(f"Expected population={population} and batch_size={batch_size} to be numbers.")
             require(population >= 1, "population", population, "at least 1")
@@ -326,6 +329,7 @@ class PrivacyPlan:
             accountant: "pld" or "rdp".
             after: Plans of runs on the same private data that come first, whose epsilon is part of `epsilon`.
         """
+        require_numbers(epsilon=epsilon)
         require(math.isfinite(epsilon) and epsilon > 0, "epsilon", epsilon, "in (0, inf)")
         delta, before = self.delta_or(None), [plan.count() for plan in after]
         if before:

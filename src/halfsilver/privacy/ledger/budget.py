@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from halfsilver.errors import require
+from halfsilver.errors import require, require_numbers
 from halfsilver.privacy.accounting import (
     Count,
     MechanismCount,
@@ -55,6 +55,7 @@ class Budget:
     delta: float
 
     def __post_init__(self) -> None:
+        require_numbers(epsilon=self.epsilon, delta=self.delta)
         require(math.isfinite(self.epsilon) and self.epsilon > 0, "epsilon", self.epsilon, "in (0, inf)")
         require(0 < self.delta < 1, "delta", self.delta, "in (0, 1)")
 
