@@ -43,7 +43,7 @@ BOXES = (
     Box("linear_model/", "scikit-learn's conventions", ("linear_model",), "further ways in, which are audited"),
     Box("probing.py", "a last layer, then all", ("probing",)),
     Box("selection.py", "the best of several runs", ("selection",)),
-    Box("opacus.py", "a mirror for an Opacus loop", ("opacus",)),
+    Box("opacus, huggingface", "other libraries' loops and losses", ("opacus", "huggingface")),
     Box("report/", "pages and figures", ("report",), "studies"),
     Box("tasks/", "benchmarks, studies by name", ("tasks",)),
     Box("study/", "methods side by side", ("study",)),

@@ -1,0 +1,91 @@
+"""Losses of `transformers` models per example, which private training needs in place of ``model(**batch).loss``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from halfsilver.errors import ConfigError, require
+
+_IGNORED = -100  # the label of tokens that do not count, as in transformers
+
+
+def sequence_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """One loss per row of a model that returns logits per row, such as ``BertForSequenceClassification``.
+
+    As the model's own loss, it follows from the labels: whole numbers are classes (cross-entropy), one number per row
+    for a model with one output is a target (squared error), and fractions per class are several labels at once (binary
+    cross-entropy, mean over classes).
+
+    Args:
+        model: The model.
+        batch: Its inputs by name, and "labels".
+
+    Raises:
+        ConfigError: The batch has no labels, or they do not fit the logits.
+    """
+    labels, logits = _labels(batch), _logits(model, batch)
+    if logits.dim() == 2 and labels.dim() == 1 and not labels.is_floating_point():
+        return functional.cross_entropy(logits.float(), labels, reduction="none")
+    if logits.shape == (len(labels), 1) and labels.dim() == 1:
+        return (logits[:, 0].float() - labels).square()
+    if logits.shape == labels.shape and labels.is_floating_point():
+        return functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none").mean(1)
+    raise ConfigError(
+        f"Expected labels that fit logits of the shape {tuple(logits.shape)}, got {tuple(labels.shape)} "
+        f"{labels.dtype}. For a loss per token, use token_loss or causal_loss."
+    )
+
+
+def token_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """One loss per row of a model that classifies tokens: the mean cross-entropy over the tokens that count.
+
+    Args:
+        model: The model, such as ``BertForTokenClassification`` or ``BertForMaskedLM``.
+        batch: Its inputs by name, and "labels", one per token. Tokens labelled -100 do not count.
+
+    Raises:
+        ConfigError: The batch has no labels, or they do not fit the logits.
+    """
+    return _over_tokens(_logits(model, batch), _labels(batch))
+
+
+def causal_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """One loss per row of a causal language model: the mean cross-entropy of each token given those before.
+
+    A row is one unit of privacy, however long it is. Rows without a token that counts have the loss 0.
+
+    Args:
+        model: The model, such as ``GPT2LMHeadModel``.
+        batch: Its inputs by name, and "labels", one per token. Set labels to -100 where the attention mask is 0,
+            because padding that counts is learnt.
+
+    Raises:
+        ConfigError: The batch has no labels, or they do not fit the logits.
+    """
+    return _over_tokens(_logits(model, batch)[:, :-1], _labels(batch)[:, 1:])
+
+
+def _over_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    if logits.dim() != 3 or logits.shape[:2] != labels.shape:
+        raise ConfigError(
+            f"Expected one label per token for logits of the shape {tuple(logits.shape)}, got {tuple(labels.shape)}."
+        )
+    losses = functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=_IGNORED, reduction="none"
+    )
+    counted = labels != _IGNORED
+    return (losses.view(labels.shape) * counted).sum(1) / counted.sum(1).clamp(min=1)
+
+
+def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+    require("labels" in batch, "columns of the batch", sorted(batch), "to have one called 'labels'")
+    return batch["labels"]
+
+
+def _logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    logits: Tensor = model(**{name: values for name, values in batch.items() if name != "labels"}).logits
+    return logits
