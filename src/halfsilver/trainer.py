@@ -165,6 +165,8 @@ class Trainer:
         unsafe_seed: Fixes noise and sampling for a test. This ends the guarantee, and the statement says so.
         progress: Show a progress bar with time left and epsilon spent (default: on a terminal only).
         checkpoint_seconds: Seconds between two checkpoints, at least 0.
+        about: What readers of the report should know, such as {"data set": ..., "purpose": ..., "public rows": ...}:
+            texts by name. It is kept in the run folder, so it must not tell anything private.
         speed: Deprecated, goes in 0.3. Say `performance`.
 
     Raises:
@@ -210,6 +212,7 @@ class Trainer:
     unsafe_seed: int | None = None
     progress: bool | None = None
     checkpoint_seconds: float = 30.0
+    about: Mapping[str, str] = field(default_factory=dict)
     speed: Performance | None = None
 
     def __post_init__(self) -> None:
@@ -241,6 +244,8 @@ class Trainer:
         self._said = True  # whether a statement there is says that metrics of private rows may be computed
 
     def _check_kinds(self) -> None:
+        texts = isinstance(self.about, Mapping) and all(isinstance(t, str) for pair in self.about.items() for t in pair)
+        require(texts, "about", self.about, "to be texts by name, such as {'purpose': 'a model of prices'}")
         kinds = {"model": torch.nn.Module, "optimizer": Optimizer, "plan": PrivacyPlan}
         for name, kind in kinds.items():
             value = getattr(self, name)
@@ -709,5 +714,6 @@ class Trainer:
             # Only if it is not the default, so that run folders without it can still be opened.
             **({} if self.skip_public_copies else {"skip_public_copies": False}),
             **({} if self.geometry is None else {"geometry": repr(self.geometry)}),
+            **({"about": dict(self.about)} if self.about else {}),
             **({} if self.performance.trusted is None else {"backend": self.performance.trusted}),
         }

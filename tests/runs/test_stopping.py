@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import halfsilver as hs
 from halfsilver.errors import CheckpointCorrupt, ConfigError
+from halfsilver.report import write_report
 from halfsilver.trainer import StepReport
 
 PLAN = hs.PrivacyPlan(steps=40, sampling_rate=0.1, expected_batch_size=40, noise_multiplier=1.0)
@@ -111,3 +113,17 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     (other / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointCorrupt, match="another run"):
         hs.load(other, network())
+
+
+def test_what_the_owner_says_is_in_the_report(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    about = {"data set": "made-up rows", "purpose": "a test <b>"}
+    trainer(about=about).fit(ROWS, run_dir=tmp_path)
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "made-up rows" in text
+    assert "a test &lt;b&gt;" in text
+    assert datetime.now(UTC).date().isoformat()[:7] in text
+    with pytest.raises(ConfigError, match=r"about of the run in .* unchanged"):
+        trainer(about={**about, "purpose": "another"}).fit(ROWS, run_dir=tmp_path)
+    with pytest.raises(ConfigError, match="to be texts by name"):
+        trainer(about={"rows": 3})

@@ -22,6 +22,7 @@ def run_page(run: OneRun, pictures: Mapping[str, Sequence[Picture]]) -> Html:
         stamp_line(stamps),
         *(tag("p", tag("strong", str(remark)), class_="stamped") for remark in run.statement.remarks),
         *(tag("p", words) for words in (_in_words(run.statement), _outcome(run)) if words),
+        _about(run),
         _statement(run, stamps + _behind(run)),
         section("curves", "Curves", gallery(pictures.get("curves", ()))),
         ledger_part(run.statement.all_runs_on_this_data),
@@ -58,6 +59,13 @@ def _outcome(run: OneRun) -> str:
     return f"Last measured on test rows: {said}." if said else ""
 
 
+def _about(run: OneRun) -> Html:
+    """When, and what its owner says about it."""
+    told = run.config.get("about")
+    known = {"begun": run.config.get("begun"), **(told if isinstance(told, Mapping) else {})}
+    return facts((str(name), plain(value)) for name, value in known.items() if value is not None)
+
+
 def _behind(run: OneRun) -> list[str]:
     """A statement is written at the start and the end of a run, so between them the ledger knows more."""
     written = run.statement.spent_so_far.steps
@@ -83,7 +91,7 @@ def _statement(run: OneRun, stamps: Sequence[str]) -> Html:
 
 def _configuration(run: OneRun) -> Html:
     unset = (None, "NoneType")  # the latter is the type of a scheduler that is not there
-    shown = {name: v for name, v in run.config.items() if name not in ("plan", "ledger") and v not in unset}
+    shown = {name: v for name, v in run.config.items() if name not in ("plan", "ledger", "about") and v not in unset}
     check = tag("pre", f"halfsilver verify {run.name}")
     note = "To recompute the statement from the ledger, in the folder above this run:"
     return section("configuration", "Configuration and versions", facts(flat(shown)), tag("p", note), check)

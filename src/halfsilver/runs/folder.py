@@ -9,6 +9,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class RunFolder:
     def claim(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Write the config of a new run, or check it against the one that is being resumed; return it with its id."""
         if not self.config.exists():
-            mine = {"schema_version": SCHEMA_VERSION, **config, "versions": versions()}
+            mine = {"schema_version": SCHEMA_VERSION, **config, "versions": versions(), "begun": _today()}
             mine["run_id"] = new_run_id(mine)
             write_json(self.config, mine)
             return mine
@@ -63,7 +64,7 @@ class RunFolder:
         if not isinstance(found.get("run_id"), str):
             raise CheckpointCorrupt(f"Expected {self.config} to name its run_id. {_WAY_OUT}")
         now = json.loads(json.dumps(config))
-        for name in sorted(now.keys() | found.keys() - {"schema_version", "run_id", "versions"}):
+        for name in sorted(now.keys() | found.keys() - {"schema_version", "run_id", "versions", "begun"}):
             if found.get(name) != now.get(name) and (name in found or name not in _LATER):
                 raise ConfigError(
                     f"Expected {name} of the run in {self.path} to be unchanged on resume: it was "
@@ -98,6 +99,10 @@ class RunFolder:
         kept = [record for record in self.history() if record["step"] <= step]
         lines = ({name: v if _is_json(v) else None for name, v in r.items()} for r in kept)
         system.write_atomically(self.metrics, "".join(json.dumps(r) + "\n" for r in lines).encode())
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 def _metric(line: bytes) -> dict[str, Any] | None:
