@@ -52,7 +52,8 @@ def advised(
     hand: float | None,
 ) -> dict[str, Any]:
     """Advice, the advised run, and its figures."""
-    problem = TaskSource.of(task, data, {**more.get("task", {}), "validation": 0})()
+    set_aside = {} if recipe.local else {"validation": 0}  # users are set aside by a hash of their names
+    problem = TaskSource.of(task, data, {**more.get("task", {}), **set_aside})()
     delta = float(more["delta"])
     start = out / "start" / f"seed-{seed}.safetensors"
     make_start(starting(problem), recipe, seed, start)  # before the clock starts
