@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -333,3 +334,12 @@ def test_user_level_runs(tmp_path: Path) -> None:
     p = plan(unit="user", sampling_rate=0.5, expected_batch_size=10, steps=3)
     result = trainer(plan=p).fit(keyed, run_dir=tmp_path)
     assert result.statement["unit"] == "user"
+
+
+def test_a_copied_optimizer_with_a_scheduler_is_taken() -> None:
+    """A scheduler replaces `step` of its optimizer, and the copy has a function in its place that is not bound."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model, optimizer = copy.deepcopy((model, optimizer))
+    assert trainer(model, optimizer=optimizer).optimizer is optimizer
