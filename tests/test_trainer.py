@@ -336,10 +336,11 @@ def test_user_level_runs(tmp_path: Path) -> None:
     assert result.statement["unit"] == "user"
 
 
-def test_a_copied_optimizer_with_a_scheduler_is_taken() -> None:
-    """A scheduler replaces `step` of its optimizer, and the copy has a function in its place that is not bound."""
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_optimizer_with_a_scheduler_is_taken(copied: bool) -> None:
+    """A scheduler replaces `step` of its optimizer by a function that looks as if it were not bound."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    model, optimizer = copy.deepcopy((model, optimizer))
+    model, optimizer = copy.deepcopy((model, optimizer)) if copied else (model, optimizer)
     assert trainer(model, optimizer=optimizer).optimizer is optimizer

@@ -113,7 +113,7 @@ def _needed_by(stepper: Any) -> list[str]:
     """The arguments without which its `step` cannot be called, such as the closure of LBFGS."""
     if stepper is None:
         return []
-    arguments = inspect.signature(stepper.step).parameters.values()
+    _, *arguments = inspect.signature(type(stepper).step).parameters.values()  # schedulers replace that of the object
     return [
         a.name for a in arguments if a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)
     ]
