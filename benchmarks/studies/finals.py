@@ -2,8 +2,9 @@
 
     python -m benchmarks.studies.finals benchmarks/results/geometry/wikitext2-eps1.71-search.json --seeds 3 --out DIR
 
-The record names task, recipe and epsilon, and has the held-out public loss of each setting that was tried. The runs are
-those of `halfsilver compare` at these settings, and whatever lies in DIR is not run again.
+The record names task, recipe and epsilon, and has the figures on held-out public rows of each setting that was tried.
+Its `score` decides (default: the loss). The runs are those of `halfsilver compare` at these settings, and whatever lies
+in DIR is not run again. `--curve-points 0` draws no curves, which take long on many test rows.
 """
 
 from __future__ import annotations
@@ -17,27 +18,29 @@ from typing import Any
 
 from halfsilver.runs.folder import read_json
 from halfsilver.study.method import resolve
-from halfsilver.study.problem import Setting
+from halfsilver.study.problem import Setting, better
+from halfsilver.study.run import CURVE_POINTS
 from halfsilver.study.study import Request, Study, seeds_for
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
 
 
-def best_settings(tried: Sequence[Mapping[str, Any]]) -> dict[str, Setting]:
-    """The setting with the lowest loss, by method.
+def best_settings(tried: Sequence[Mapping[str, Any]], score: str = "loss") -> dict[str, Setting]:
+    """The setting with the best score, by method; of equal ones the first.
 
     >>> best_settings([{"method": "warm", "loss": loss, "setting": {"lr": lr}} for lr, loss in ((1, 3.0), (2, 2.5))])
     {'warm': Setting(lr=2, alpha_end=None, damping=None)}
     """
     names = list(dict.fromkeys(trial["method"] for trial in tried))
-    best = {name: min((t for t in tried if t["method"] == name), key=lambda t: t["loss"]) for name in names}
+    sign = better(score)
+    best = {name: max((t for t in tried if t["method"] == name), key=lambda t: sign * t[score]) for name in names}
     return {name: Setting(**trial["setting"]) for name, trial in best.items()}
 
 
-def finals(record: Mapping[str, Any], *, seeds: int, data: Path, out: Path) -> Study:
+def finals(record: Mapping[str, Any], *, seeds: int, data: Path, out: Path, curve_points: int = CURVE_POINTS) -> Study:
     """The study of the final runs."""
     recipe, more = load(record["task"], record["recipe"])
-    settings = best_settings(record["tried"])
+    settings = best_settings(record["tried"], record.get("score", "loss"))
     arms, options = resolve(["public", *settings]), {**more.get("task", {}), "validation": 0}
     request = Request(
         task=record["task"],
@@ -49,7 +52,8 @@ def finals(record: Mapping[str, Any], *, seeds: int, data: Path, out: Path) -> S
         options=options,
         settings=settings,
     )
-    return Study(folder=out, request=request, source=TaskSource.of(record["task"], data, options))
+    source = TaskSource.of(record["task"], data, options)
+    return Study(folder=out, request=request, source=source, curve_points=curve_points)
 
 
 def main() -> None:
@@ -57,10 +61,12 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--curve-points", type=int, default=CURVE_POINTS)
     parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    study = finals(read_json(args.record), seeds=args.seeds, data=args.data, out=args.out)
+    points = args.curve_points
+    study = finals(read_json(args.record), seeds=args.seeds, data=args.data, out=args.out, curve_points=points)
     summary = study.go(workers_count=args.workers, tell=lambda text: print(text, flush=True))
     print(json.dumps(summary.to_json()["verdict"], indent=1))
 

@@ -20,7 +20,7 @@ from halfsilver.study.jobs import Tell, do_all, workers
 from halfsilver.study.method import METHODS, Method, recorded
 from halfsilver.study.problem import Problem, Recipe, Setting
 from halfsilver.study.records import Choice, Result, StudyRecord, Summary
-from halfsilver.study.run import Job, run
+from halfsilver.study.run import CURVE_POINTS, Job, run
 from halfsilver.study.search import broken_start, choose, costs_of, settings_wanted
 from halfsilver.study.start import make_start
 from halfsilver.study.summary import STAMPS, summary_of
@@ -100,6 +100,7 @@ class Study:
     source: ProblemSource
     data_ledger: Path | None = None
     unsafe_seeds: bool = False
+    curve_points: int = CURVE_POINTS
 
     @property
     def ledger(self) -> Path:
@@ -184,7 +185,8 @@ class Study:
     def run(self, arm: tuple[Method, int]) -> str:
         method, seed = arm
         job = self.job(method, seed, self._setting(method))
-        run(Arena(problem=self.source(), plan=self._plan(), spends=True), self.request.recipe, job)
+        arena = Arena(problem=self.source(), plan=self._plan(), spends=True)
+        run(arena, self.request.recipe, job, curve_points=self.curve_points)
         return f"{method.name} seed {seed}: {_final_text(job.folder)}"
 
     def job(self, method: Method, seed: int, setting: Setting) -> Job:
