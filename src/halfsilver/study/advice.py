@@ -380,7 +380,7 @@ def advise(
 
 
 def _records(data: Any, local: LocalTraining | None) -> Examples | Users:
-    return Examples(data) if local is None else Users(list(data), local)
+    return Examples(data) if local is None else Users([as_data(rows) for rows in data], local)
 
 
 def _norms(model: nn.Module, loss_fn: LossFn, records: Examples | Users) -> tuple[Tensor, float]:
@@ -702,6 +702,8 @@ def _temperature(model: nn.Module, loss_fn: LossFn, held_out: Any) -> float | No
 
     Logits are told by a loss that stays the same if all of them are raised by 1.
     """
+    if len(PublicRows(held_out)) < FEWEST_ROWS:
+        return None
     some = rows_at(held_out, torch.arange(FEWEST_ROWS))
     try:
         raised = per_example(Calibrated([model], bias=torch.ones(1)), loss_fn, some)

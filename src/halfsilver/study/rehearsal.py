@@ -175,7 +175,9 @@ def rehearse(
     half = rows // 2
     # Repeated until one expected batch can be drawn, so signal and noise of a step are related as in the real run; and
     # until they are more than the public rows, as private rows are.
-    fewest = max(plan.expected_batch_size, len(PublicRows(public)) + 1)
+    # Users take long, so all of them take part in each step, and `public` counts in rows.
+    by_user = plan.unit == "user"
+    fewest = plan.expected_batch_size if by_user else max(plan.expected_batch_size, len(PublicRows(public)) + 1)
     stand_in = order[:half].repeat(math.ceil(fewest / half))
     rate = min(1.0, plan.expected_batch_size / len(stand_in))
     shorter = replace(plan, steps=steps, spare_steps=0, sampling_rate=rate)
