@@ -56,6 +56,14 @@ def cases() -> dict[str, tuple[Any, Any, Tensor]]:
             sequence_loss, bert("BertForSequenceClassification", num_labels=3), torch.tensor([0, 1, 2, 1, 0])
         ),
         "target": (sequence_loss, bert("BertForSequenceClassification", num_labels=1), torch.randn(ROWS, generator=g)),
+        "targets in a column": (
+            sequence_loss, bert("BertForSequenceClassification", num_labels=1), torch.randn(ROWS, 1, generator=g)
+        ),
+        "several targets": (
+            sequence_loss,
+            bert("BertForSequenceClassification", num_labels=3, problem_type="regression"),
+            torch.randn(ROWS, 3, generator=g),
+        ),
         "several labels": (
             sequence_loss,
             bert("BertForSequenceClassification", num_labels=3, problem_type="multi_label_classification"),

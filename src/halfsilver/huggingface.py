@@ -10,15 +10,16 @@ from torch.nn import functional
 
 from halfsilver.errors import ConfigError, require
 
+_ONE, _SEVERAL = "single_label_classification", "multi_label_classification"
 _IGNORED = -100  # the label of tokens that do not count, as in transformers
 
 
 def sequence_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """One loss per row of a model that returns logits per row, such as ``BertForSequenceClassification``.
 
-    As the model's own loss, it follows from the labels: whole numbers are classes (cross-entropy), one number per row
-    for a model with one output is a target (squared error), and fractions per class are several labels at once (binary
-    cross-entropy, mean over classes).
+    As the model's own loss, it follows from ``config.problem_type``, and where that is not set from the shapes: a model
+    with one output predicts a number (squared error), whole numbers are classes (cross-entropy), and a number per class
+    means several labels at once (binary cross-entropy, mean over classes).
 
     Args:
         model: The model.
@@ -27,16 +28,20 @@ def sequence_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     Raises:
         ConfigError: The batch has no labels, or they do not fit the logits.
     """
-    labels, logits = _labels(batch), _logits(model, batch)
-    if logits.dim() == 2 and labels.dim() == 1 and not labels.is_floating_point():
-        return functional.cross_entropy(logits.float(), labels, reduction="none")
-    if logits.shape == (len(labels), 1) and labels.dim() == 1:
-        return (logits[:, 0].float() - labels).square()
-    if logits.shape == labels.shape and labels.is_floating_point():
-        return functional.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none").mean(1)
+    labels, logits = _labels(batch), _logits(model, batch).float()
+    kind = getattr(getattr(model, "config", None), "problem_type", None)
+    if logits.dim() == 2:
+        if logits.shape[1] == 1 and labels.numel() == len(labels) and kind in (None, "regression"):
+            return (logits[:, 0] - labels.reshape(-1)).square()
+        if logits.shape == labels.shape and kind == "regression":
+            return (logits - labels).square().mean(1)
+        if logits.shape == labels.shape and labels.is_floating_point() and kind in (None, _SEVERAL):
+            return functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
+        if labels.dim() == 1 and not labels.is_floating_point() and kind in (None, _ONE):
+            return functional.cross_entropy(logits, labels, reduction="none")
     raise ConfigError(
         f"Expected labels that fit logits of the shape {tuple(logits.shape)}, got {tuple(labels.shape)} "
-        f"{labels.dtype}. For a loss per token, use token_loss or causal_loss."
+        f"{labels.dtype} with problem_type {kind!r}. For a loss per token, use token_loss or causal_loss."
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 
+from halfsilver._core.given import as_data
 from halfsilver._core.random import own_randomness
 from halfsilver._core.tensors import Batch, LossFn, eval_mode
 from halfsilver.errors import ConfigError, require
@@ -186,6 +187,7 @@ def head(
     for name, data in (("public", public), ("held_out", held_out)):  # the trainer sees their features alone
         if data is not None and records.shares_rows_with(data):
             raise ConfigError(f"The private data were given as {name}, which must be public. Use other rows.")
+    public, held_out = as_data(public), as_data(held_out)
     name, last = _last_layer(model, layer)
     map = _features(model, name, views)
     x, *rest = public

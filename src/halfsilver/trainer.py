@@ -120,7 +120,10 @@ def _needed_by(stepper: Any) -> list[str]:
 
 
 def _from_opacus(part: Any) -> bool:
-    return type(part).__module__.startswith("opacus.") or hasattr(part, "_forward_counter")
+    """Opacus's wrappers and optimizers, and parameters that it has hooked; its layers alone are layers as others."""
+    return type(part).__module__.startswith(("opacus.grad_sample", "opacus.optimizers")) or hasattr(
+        part, "_forward_counter"
+    )
 
 
 @dataclass(eq=False)
@@ -324,9 +327,10 @@ class Trainer:
         private = private if isinstance(private, PrivateData | Engine) else PrivateData(private)
         self._said = self.metrics_not_private
         self._refuse_private(private, public, test)
-        with self._shaped(public) as public:
-            result = self._fit(private, public, run_dir, ledger, delta, test, test_every, check_usable)
-        self._export(result.run_dir)
+        with caught_signal() as came:
+            with self._shaped(public) as public:
+                result = self._fit(private, public, run_dir, ledger, delta, test, test_every, check_usable, came)
+            self._export(result.run_dir)
         return result
 
     def _export(self, run_dir: Path) -> None:
@@ -376,6 +380,7 @@ class Trainer:
         test: Any,
         test_every: int | None,
         check_usable: bool,
+        came: Callable[[], int],
     ) -> RunResult:
         psi = None if public is None else self._public_loss(public)
         reshard(self.model)
@@ -401,7 +406,7 @@ class Trainer:
             tester = self._tester(test, test_every)
             if saved is None and (start := tester(0)):
                 session.log({"step": 0, **start})
-            stopped = self._loop(session, source, psi, tester)
+            stopped = self._loop(session, source, psi, tester, came)
             return self._finish(session, source, stopped, test)
 
     def _check_usable(self, session: Session, source: ReleaseSource) -> None:
@@ -424,9 +429,11 @@ class Trainer:
                 "the data finds the cause with PrivateData(...).inspect_not_private(example)."
             )
 
-    def _loop(self, session: Session, source: ReleaseSource, psi: PublicLoss | None, test: Tester) -> Stopped:
+    def _loop(
+        self, session: Session, source: ReleaseSource, psi: PublicLoss | None, test: Tester, came: Callable[[], int]
+    ) -> Stopped:
         params, state = trainable(self.model), self._state
-        with self._bar(session) as show, caught_signal() as came:
+        with self._bar(session) as show:
             while state.step < self.plan.steps and not session.finished:
                 try:
                     released = source.release()  # g_t + b_t. Everything below is post-processing.
@@ -445,7 +452,7 @@ class Trainer:
                 self._renew()
                 show(state.step)
                 if source.out.between_blocks:
-                    signal = session.world.from_lead(came)  # ranks stop together
+                    signal = int(session.world.largest(came()))  # ranks stop together
                     if signal or session.due(self.checkpoint_seconds):
                         self._save(session, source)
                     if signal and state.step < self.plan.steps:

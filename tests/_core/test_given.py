@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, TensorDataset
 
 import halfsilver as hs
 from halfsilver._core.given import as_data
@@ -85,6 +85,27 @@ def test_what_stays_as_it_is_and_what_is_told(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "halfsilver"):
         as_data(DataLoader(TensorDataset(X)))
     assert "its data set is used" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["Int64", "boolean", "Float64"])
+def test_a_missing_value_decides_nothing(kind: str) -> None:
+    """Where a dtype allows for missing values, NumPy's depends on whether one is missing: refused in either case."""
+    for values in ([1, 0], [1, None]):
+        with pytest.raises(ConfigError, match=kind):
+            as_data((X[:2], pandas.Series(values, dtype=kind)))
+    mixed = pandas.DataFrame({"a": [1, 2], "b": [True, False], "c": [0.5, 1.5]})
+    assert as_data(mixed).tolist() == [[1.0, 1.0, 0.5], [2.0, 0.0, 1.5]]
+
+
+def test_a_loader_of_a_part_is_refused_however_it_is_told() -> None:
+    rows, part = TensorDataset(X), SubsetRandomSampler(range(3))
+    for loader in (DataLoader(rows, sampler=part), DataLoader(rows, batch_sampler=BatchSampler(part, 2, False))):
+        with pytest.raises(ConfigError, match="SubsetRandomSampler"):
+            as_data(loader)
+    with pytest.raises(ConfigError, match="got one with a list"):
+        as_data(DataLoader(rows, batch_sampler=[[0, 1], [2]]))
+    with pytest.raises(ConfigError, match="mask"):
+        as_data(np.ma.array([1.0, 999.0], mask=[False, True]))
 
 
 def test_columns_that_are_no_numbers_are_named() -> None:

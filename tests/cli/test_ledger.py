@@ -36,6 +36,9 @@ def test_runs_and_what_is_left(tmp_path: Path) -> None:
     assert found["runs"][0]["epsilon"] == pytest.approx(PLAN.epsilon(1e-5))
     assert found["epsilon"] == pytest.approx(epsilon_of([PLAN.count(14)], 1e-5, "pld"))
     assert found["left"] == pytest.approx(2.0 - ledger.spent())
+    other = json.loads(CliRunner().invoke(app, ["ledger", str(tmp_path), "--delta", "0.01", "--json"]).stdout)
+    assert other["epsilon"] < found["epsilon"]
+    assert other["left"] == found["left"]  # of the budget, at the budget's delta
     ledger.external((5.0, 0.0), "another tool")
     shown = CliRunner().invoke(app, ["ledger", str(tmp_path / "ledger.jsonl")])
     assert shown.exit_code == 0

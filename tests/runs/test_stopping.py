@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import halfsilver as hs
 from halfsilver.errors import CheckpointCorrupt, ConfigError
 from halfsilver.report import write_report
+from halfsilver.runs.folder import RunFolder
 from halfsilver.trainer import StepReport
 
 PLAN = hs.PrivacyPlan(steps=40, sampling_rate=0.1, expected_batch_size=40, noise_multiplier=1.0)
@@ -67,6 +68,45 @@ def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         trainer(callbacks=[send]).fit(ROWS, run_dir=tmp_path)
+
+
+def test_a_signal_in_the_last_step_is_not_lost(tmp_path: Path) -> None:
+    """The run finishes, and then the signal acts."""
+
+    def send(report: StepReport) -> None:
+        if report.step == 40:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(callbacks=[send]).fit(ROWS, run_dir=tmp_path)
+    [run] = hs.Ledger.open(tmp_path / "ledger.jsonl").runs.values()
+    assert run.closed
+    hs.load(tmp_path, network())
+
+
+def test_a_rate_that_a_scheduler_moved_is_that_of_its_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A new trainer with the optimizer of the run, as when one cell of a notebook is run again."""
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    falling = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.9)
+    for _ in range(2):
+        made = hs.Trainer(model, loss_fn, optimizer=sgd, scheduler=falling, plan=PLAN, progress=False)
+        made.fit(ROWS, run_dir=tmp_path)
+    assert "nothing is trained" in caplog.text
+
+
+def test_a_setting_that_one_version_of_torch_lacks_is_not_compared(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.claim({"optimizer_settings": [{"lr": 0.1, "new": True}]})
+    folder.claim({"optimizer_settings": [{"lr": 0.1}]})
+    with pytest.raises(ConfigError, match="unchanged"):
+        folder.claim({"optimizer_settings": [{"lr": 0.2}]})
+
+
+def test_a_selection_does_not_say_when_it_began(tmp_path: Path) -> None:
+    for name, more in (("run", {}), ("selection", {"trials": 5.0})):
+        (tmp_path / name).mkdir()
+        assert ("begun" in RunFolder(tmp_path / name).claim({"plan": {"steps": 3, **more}})) == (name == "run")
 
 
 def test_a_handler_of_somebody_else_is_kept(tmp_path: Path) -> None:

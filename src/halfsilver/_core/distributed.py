@@ -132,6 +132,14 @@ class World:
             return seed
         return int.from_bytes(hashlib.sha256(f"{seed} {self.rank}".encode()).digest()[:8], "big") >> 1
 
+    def largest(self, value: float) -> float:
+        """The largest `value` of all ranks."""
+        if self.size == 1:
+            return value
+        found = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found)
+
     def total(self, value: float) -> float:
         """The sum of `value` over the ranks, with the same rounding on each."""
         if self.size == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch.utils.data import (
 from halfsilver.errors import ConfigError
 
 _log = logging.getLogger("halfsilver")
+_TOLD: WeakSet[DataLoader[Any]] = WeakSet()  # loaders of which it was said that their data set is used
 
 
 def as_data(given: Any) -> Any:
@@ -31,6 +33,8 @@ def as_data(given: Any) -> Any:
     """
     if isinstance(given, DataLoader):
         return as_data(_dataset_of(given))
+    if isinstance(given, np.ma.MaskedArray):
+        raise ConfigError("Expected an array without a mask. Fill it, by NaN say: array.filled(numpy.nan).")
     if isinstance(given, np.ndarray):
         return _tensor(given)
     if hasattr(given, "iloc") and hasattr(given, "to_numpy"):
@@ -57,12 +61,14 @@ def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
 def _frame(frame: Any) -> Tensor:
     """A frame as a matrix, or one column of it as a vector."""
     kinds = dict(frame.dtypes) if hasattr(frame, "columns") else {frame.name: frame.dtype}
-    others = [f"{name!r} ({kind})" for name, kind in kinds.items() if getattr(kind, "kind", "O") not in "biuf"]
-    if others:
+    # pandas's own dtypes become another one if a value is missing, so a single row would decide for all.
+    others = [f"{name!r} ({k})" for name, k in kinds.items() if not isinstance(k, np.dtype) or k.kind not in "biuf"]
+    if others or not kinds:
         raise ConfigError(
-            f"Expected columns of numbers, got {', '.join(others)}. Turn them into numbers, or leave them out."
+            f"Expected columns of numbers in NumPy's dtypes, got {', '.join(others) or 'none'}. Turn them into numbers "
+            "(astype(float)), or leave them out."
         )
-    return _tensor(frame.to_numpy())
+    return _tensor(frame.to_numpy(dtype=np.result_type(*kinds.values())))
 
 
 def _dataset_of(loader: DataLoader[Any]) -> Any:
@@ -74,13 +80,16 @@ def _dataset_of(loader: DataLoader[Any]) -> Any:
             "Expected a DataLoader without a collate_fn of its own: its batches are not used. Bring the rows to one "
             "shape in the data set (pad to one length), and give that."
         )
-    sampler = loader.sampler
-    usual = isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
-    if not usual or type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        kind = type(loader.batch_sampler if usual else sampler).__name__
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    usual = type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
+    if not usual or type(batches) not in (BatchSampler, type(None)):
+        kind = type(sampler if not usual and sampler is not None else batches).__name__
         raise ConfigError(
             f"Expected a DataLoader over all rows of its data set, got one with a {kind}. Give the rows that you mean: "
             "torch.utils.data.Subset(dataset, indices)."
         )
-    _log.warning("A DataLoader was given: its data set is used. Batches and their order are drawn by halfsilver.")
+    if loader not in _TOLD:
+        _TOLD.add(loader)
+        _log.warning("A DataLoader was given: its data set is used. Batches and their order are drawn by halfsilver.")
     return loader.dataset

@@ -49,22 +49,29 @@ def ledger(
     budget, left = found["budget"], found["left"]
     console.print(
         f"In all: epsilon {_number(found['epsilon'])} at delta {found['delta']:g}, one {found['unit']} protected. "
-        + (f"Budget: epsilon {budget['epsilon']:g}, left {left:.4g}." if budget else "No budget is set.")
+        + (
+            f"Budget: epsilon {budget['epsilon']:g} at delta {budget['delta']:g}, left {left:.4g}. The next step is "
+            "granted by a stricter rule."
+            if budget
+            else "No budget is set."
+        )
     )
 
 
 def summary(ledger: Ledger, delta: float | None) -> dict[str, Any]:
     """The ledger as plain values, all figures at one delta; an epsilon of None is infinite."""
+    from halfsilver.privacy.selection import Selection
+    from halfsilver.runs.statement import total_now
+
     ledger.counts()  # reads what others have appended
-    known = [run.plan.delta for run in ledger.runs.values() if run.plan.delta]
-    at = delta or (ledger.budget.delta if ledger.budget else min(known, default=None))
+    plans = [run.plan.each if isinstance(run.plan, Selection) else run.plan for run in ledger.runs.values()]
+    known = [plan.delta for plan in plans if plan.delta]
+    usual = ledger.budget.delta if ledger.budget else min(known, default=None)
+    at = usual if delta is None else delta
     if at is None:
         raise ConfigError(f"Neither a budget nor a plan in {ledger.path} names a delta. Give --delta, in (0, 1).")
     require(0 < at < 1, "delta", at, "in (0, 1)")
-    from halfsilver.runs.statement import total_now
-
     total = total_now(ledger, at)
-    spent = math.inf if total["epsilon"] is None else total["epsilon"]
     return {
         "ledger": str(ledger.path),
         "unit": ledger.unit,
@@ -72,7 +79,7 @@ def summary(ledger: Ledger, delta: float | None) -> dict[str, Any]:
         "epsilon": total["epsilon"],
         "accountant": total["accountant"],
         "budget": total["budget"],
-        "left": max(0.0, ledger.budget.epsilon - spent) if ledger.budget else None,
+        "left": max(0.0, ledger.budget.epsilon - ledger.spent()) if ledger.budget else None,
         "runs": [_run(run, at) for run in ledger.runs.values()],
         "external": total.get("external", []),
     }

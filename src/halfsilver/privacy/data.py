@@ -267,8 +267,13 @@ class _DatasetRecords:
 
     def _read(self, index: int, schema: Schema) -> list[Tensor] | None:
         with silent():  # whatever a record raises depends on private values: the record is left out
-            return schema.conform(self.dataset[index])
+            return schema.conform(self._rows[index])
         return None
+
+    @property
+    def _rows(self) -> Any:
+        """The data set in the form in which all rows come, one by one or together."""
+        return self.dataset if self._table is None else self._table
 
     def _together(self, wanted: list[int]) -> list[dict[str, Any]] | None:
         """The rows by one read, where the data set is a table of numbers; None where they have to be read one by one.
@@ -290,13 +295,15 @@ class _DatasetRecords:
         form, kinds = getattr(self.dataset, "format", None), getattr(self.dataset, "features", None)
         if not (isinstance(form, dict) and isinstance(kinds, dict) and form.get("type") in (None, "torch", "numpy")):
             return None
-        if form["output_all_columns"] or not all(_is_number(kinds[name]) for name in form["columns"]):
+        if form["output_all_columns"] or form["format_kwargs"]:
+            return None
+        if not all(_is_number(kinds[name]) for name in form["columns"]):
             return None
         return self.dataset.with_format(None, columns=form["columns"])
 
     def problem(self, index: int, schema: Schema) -> str:
         try:
-            schema.conform(self.dataset[index])
+            schema.conform(self._rows[index])
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # as in `silent`
@@ -310,11 +317,14 @@ def _conforming(row: Any, schema: Schema) -> list[Tensor] | None:
     return None
 
 
+_NUMBERS = ("bool", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+
+
 def _is_number(feature: Any) -> bool:
     """Whether a column of Hugging Face's holds numbers, or lists of them."""
     if type(feature).__name__ in ("List", "LargeList", "Sequence"):
         return _is_number(feature.feature)
-    return type(feature).__name__ == "Value" and str(feature.dtype).startswith(("int", "uint", "float", "bool"))
+    return type(feature).__name__ == "Value" and feature.dtype in _NUMBERS
 
 
 @dataclass(frozen=True)

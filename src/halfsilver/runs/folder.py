@@ -18,7 +18,7 @@ from halfsilver._core import system
 from halfsilver.errors import CheckpointCorrupt, ConfigError
 
 SCHEMA_VERSION = 1
-_LATER = ("optimizer_settings",)  # which run folders of earlier versions do not have
+_SETTINGS = "optimizer_settings"
 UNSAFE = "unsafe-"  # starts the id of a run with a known seed, so that the ledger's chain tells of it
 
 
@@ -56,7 +56,9 @@ class RunFolder:
     def claim(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Write the config of a new run, or check it against the one that is being resumed; return it with its id."""
         if not self.config.exists():
-            mine = {"schema_version": SCHEMA_VERSION, **config, "versions": versions(), "begun": _today()}
+            # How long a selection takes tells how many runs it had, so its files do not say when it began.
+            begun = {} if "trials" in config.get("plan", {}) else {"begun": _today()}
+            mine = {"schema_version": SCHEMA_VERSION, **config, "versions": versions(), **begun}
             mine["run_id"] = new_run_id(mine)
             write_json(self.config, mine)
             return mine
@@ -65,7 +67,7 @@ class RunFolder:
             raise CheckpointCorrupt(f"Expected {self.config} to name its run_id. {_WAY_OUT}")
         now = json.loads(json.dumps(config))
         for name in sorted(now.keys() | found.keys() - {"schema_version", "run_id", "versions", "begun"}):
-            if found.get(name) != now.get(name) and (name in found or name not in _LATER):
+            if not _same(name, found, now):
                 raise ConfigError(
                     f"Expected {name} of the run in {self.path} to be unchanged on resume: it was "
                     f"{found.get(name)!r} and is now {now.get(name)!r}. Use another run_dir for another run."
@@ -99,6 +101,18 @@ class RunFolder:
         kept = [record for record in self.history() if record["step"] <= step]
         lines = ({name: v if _is_json(v) else None for name, v in r.items()} for r in kept)
         system.write_atomically(self.metrics, "".join(json.dumps(r) + "\n" for r in lines).encode())
+
+
+def _same(name: str, found: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether an entry of the config is unchanged. Versions of torch differ in which settings an optimizer has."""
+    if name != _SETTINGS:
+        return bool(found.get(name) == now.get(name))
+    if name not in found:  # a run of an earlier version
+        return True
+    before, after = found[name], now.get(name)
+    if not isinstance(before, list) or not isinstance(after, list) or len(before) != len(after):
+        return False
+    return all(a[key] == b[key] for a, b in zip(before, after, strict=True) for key in a.keys() & b.keys())
 
 
 def _today() -> str:

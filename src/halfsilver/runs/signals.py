@@ -18,7 +18,10 @@ _DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handle
 
 @contextmanager
 def caught_signal() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the number of the signal that came, or 0. Only the main thread can catch one."""
+    """Yield a function that returns the number of the signal that came, or 0. Only the main thread can catch one.
+
+    A signal for which nobody called `stop` is sent again when the block has ended: it is not lost.
+    """
     came = [0]
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -39,6 +42,8 @@ def caught_signal() -> Iterator[Callable[[], int]]:
         yield lambda: came[0]
     finally:
         restore()
+    if came[0]:
+        signal.raise_signal(came[0])
 
 
 def stop(number: int, step: int, steps: int) -> None:

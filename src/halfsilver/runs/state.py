@@ -18,6 +18,8 @@ from halfsilver._core.tensors import Tensors, trainable
 from halfsilver.errors import CheckpointCorrupt
 from halfsilver.mirror import MirrorMap, State
 
+_HOW = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+
 Parts = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -59,9 +61,13 @@ def pack(
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Learning rate, momentum and so on of each group of parameters, for the config of a run."""
+    """Learning rate, momentum and so on of each group of parameters, for the config of a run.
+
+    A learning rate that a scheduler moves is that of its start. How a step is computed is left out.
+    """
     return [
-        {name: value for name, value in group.items() if name != "params"}
+        {name: value for name, value in group.items() if name not in _HOW}
+        | {"lr": group.get("initial_lr", group["lr"])}
         for group in optimizer_parts(optimizer)[1]["param_groups"]
     ]
 

@@ -49,6 +49,7 @@ class Comparison:
     def run_dir(self, method: str, seed: int = 0) -> Path:
         """The run folder of a method, for `halfsilver.load`, `halfsilver report` and `halfsilver verify`.
 
+        The weights are those before the last step of a method with a finish, whose temperature is in ``finish.json``.
         A model that was chosen for its figures costs what all private runs of the study have spent, unless the choice
         was made before.
 

@@ -72,8 +72,8 @@ def _pretrain(model: nn.Module, problem: Problem, recipe: Recipe, seed: int) -> 
 
 def precision(recipe: Recipe) -> Performance:
     """How private passes compute. A processor without bfloat16 emulates it, which is slower than float32."""
-    wanted = recipe.autocast if has_bfloat16() else None
-    autocast = None if wanted is None else getattr(torch, wanted)
+    wanted = recipe.autocast
+    autocast = None if wanted is None or not has_bfloat16() else getattr(torch, wanted)
     return Performance(autocast=autocast, micro_batch_size=recipe.micro_batch_size)
 
 
@@ -82,4 +82,5 @@ def has_bfloat16() -> bool:
     """Whether the machine computes in bfloat16."""
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported())
-    return any(found for name, found in torch.cpu.get_capabilities().items() if "bf16" in name)
+    told = getattr(torch.cpu, "get_capabilities", None)  # since torch 2.11
+    return told is None or any(found for name, found in told().items() if "bf16" in name)
