@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,16 @@ from halfsilver.trainer import StepReport
 
 PLAN = hs.PrivacyPlan(steps=40, sampling_rate=0.1, expected_batch_size=40, noise_multiplier=1.0)
 ROWS = (torch.randn(400, 5, generator=torch.Generator().manual_seed(0)), torch.zeros(400))
+
+
+@pytest.fixture(autouse=True)
+def usual_handlers() -> Iterator[None]:
+    """Those of Python: a shell that starts tests in the background has SIGINT ignored."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def loss_fn(model: Any, batch: Any) -> Tensor:
