@@ -26,7 +26,7 @@ ROWS = (torch.randn(400, 5, generator=torch.Generator().manual_seed(0)), torch.z
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Iterator[None]:
     """Those of Python: a shell that starts tests in the background has SIGINT ignored."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
     for number, handler in before.items():
