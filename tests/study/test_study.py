@@ -89,7 +89,7 @@ def test_seeds_can_be_added_and_none_left_out(finished: Any, tmp_path: Path, mon
     own = problem()
     made: list[Any] = []
     monkeypatch.setattr(study_module, "make_start", lambda *args, **kwargs: made.append("start"))
-    monkeypatch.setattr(study_module, "run", lambda arena, recipe, job: made.append((job.method.name, job.seed)))
+    monkeypatch.setattr(study_module, "run", lambda arena, recipe, job, **_: made.append((job.method.name, job.seed)))
     monkeypatch.setattr(study_module, "_final_text", lambda folder: "")
     more = request(search="paper search", seeds={"public": 2, "cold": 1, "warm": 3, "pda": 2})
     Study(folder=folder, request=more, source=lambda: own).go()
@@ -109,9 +109,9 @@ def test_a_study_goes_on_elsewhere_from_its_summary(
     carry.restore(tmp_path / "first.json", elsewhere)
     done: list[int] = []
 
-    def counted(arena: Arena, recipe: hs.Recipe, job: Job) -> None:
+    def counted(arena: Arena, recipe: hs.Recipe, job: Job, **options: Any) -> None:
         done.append(job.seed)
-        run(arena, recipe, job)
+        run(arena, recipe, job, **options)
 
     monkeypatch.setattr(study_module, "run", counted)
     Study(folder=elsewhere, request=request(search="paper search"), source=lambda: own).go()
