@@ -87,6 +87,7 @@ def test_a_part_of_the_way_is_taken_only_where_it_helps() -> None:
     with torch.no_grad():
         expected = start.weight + 0.25 * (broken.weight - start.weight)
     torch.testing.assert_close(finished.model.models[0].weight, expected)  # type: ignore[union-attr,index]
+    torch.manual_seed(0)  # a random start that happens to be good could help
     good = tried.fit(model_of(2.0), loss_fn, held_out, start=nn.Linear(4, 4, bias=False))
     assert good.share == 1.0
 
