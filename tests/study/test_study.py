@@ -23,12 +23,14 @@ import halfsilver as hs
 from benchmarks.studies import carry
 from halfsilver._core import checkpoint
 from halfsilver.errors import ConfigError, RunFolderBusy
+from halfsilver.mirror.pretrain import held_out_rows
 from halfsilver.study import study as study_module
 from halfsilver.study.arena import Arena, make_plan
+from halfsilver.study.compare import default_recipe
 from halfsilver.study.method import PDA, WARM
 from halfsilver.study.problem import Setting
 from halfsilver.study.run import Job, mirror_of, run
-from halfsilver.study.start import make_start, new_model
+from halfsilver.study.start import load_start, make_start, new_model
 from halfsilver.study.study import Study
 from halfsilver.study.summary import ledger_totals
 from tests.study.small_study import (
@@ -282,6 +284,30 @@ def test_compare_ends_in_words(tmp_path: Path) -> None:
     assert result.verdict["sentences"][0] in text
     (first, *_) = [run["curve"][0]["loss"] for run in result.summary["runs"] if run["method"] == "public"]
     assert first == pytest.approx(scored_losses(tmp_path / "study" / "runs" / "public-seed-0")[:10].mean(), rel=1e-5)
+
+
+def test_without_a_recipe_the_clip_norm_comes_from_held_out_public_rows(tmp_path: Path) -> None:
+    """Oracle: a gradient for each row by itself."""
+    public = records(60, 1)
+    given: dict[str, Any] = {"epsilon": 5.0, "delta": 1e-4, "population": 200, "batch_size": 40, "epochs": 1}
+    data, out = (records(200, 0), public, records(50, 2)), tmp_path / "study"
+    hs.compare(make_model, loss_fn, *data, **given, methods=("public", "warm"), seeds=1, out=out)
+    kept, study = (json.loads((out / name).read_text()) for name in ("clip.json", "study.json"))
+    recipe = default_recipe(batch_size=40, epochs=1)
+    _, held_out = held_out_rows(60, recipe.pretrain.holdout, 0)
+    model, norms = new_model(problem(), 0), []
+    load_start(model, out / "start" / "seed-0.safetensors")
+    for row in held_out.tolist():
+        model.zero_grad()
+        loss_fn(model, tuple(column[row : row + 1] for column in public)).sum().backward()
+        norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+    assert kept["max_grad_norm"] == pytest.approx(float(torch.stack(norms).quantile(0.75)), rel=5e-3)
+    assert kept["rows"] == len(held_out) > 1
+    assert study["recipe"]["max_grad_norm"] == kept["max_grad_norm"]
+    assert study["recipe"]["cold_max_grad_norm"] == 1
+    rates = [lr * kept["max_grad_norm"] for lr in study["recipe"]["grid"]["warm"]]
+    assert rates == pytest.approx(list(recipe.grid.warm))
+    hs.compare(make_model, loss_fn, *data, **given, methods=("public", "warm"), seeds=1, out=out)  # the same question
 
 
 @pytest.mark.parametrize(

@@ -341,7 +341,7 @@ def advise(
         norms, alignment = _norms(model, loss_fn, unknown)
         temperature = _temperature(model, loss_fn, unknown.rows)
         finish = None if temperature is None else FINISH
-        plan = replace(plan, max_grad_norm=float(f"{_clip_norm(norms, finish):.3g}"))
+        plan = replace(plan, max_grad_norm=float(f"{clip_norm(norms, finish):.3g}"))
         rehearsed = unknown if local is not None else Examples(_some(held_out, model, loss_fn))
         search = _Rehearsals(model, loss_fn, known, rehearsed, plan, metrics or {}, finish, say)
         best = search.best()
@@ -615,7 +615,7 @@ def _fewest_steps(model: nn.Module) -> int:
     return FEWEST_STEPS if matrices <= 1 else _FEWEST_STEPS
 
 
-def _clip_norm(norms: Tensor, finish: Finish | None) -> float:
+def clip_norm(norms: Tensor, finish: Finish | None) -> float:
     """The third quartile of the norms; where a last step corrects what clipping does, their median.
 
     A low clip norm lets through more of the signal per unit of noise, and makes a classifier too confident, which a

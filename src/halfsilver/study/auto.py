@@ -20,6 +20,8 @@ from halfsilver.study.advice import (
     Advice,
     advise,
     average_for,
+    clip_norm,
+    gradient_norms,
 )
 from halfsilver.study.arena import rows_at
 from halfsilver.study.jobs import Tell
@@ -108,6 +110,27 @@ def held_out_share(rows: int) -> float:
     [50, 400, 1000]
     """
     return max(0.1, min(1 / 3, 400 / rows))
+
+
+def public_clip_norm(problem: Problem, recipe: Recipe, *, folder: Path, tell: Tell) -> float:
+    """The third quartile of gradient norms of the public rows that the start of a study in `folder` has not seen.
+
+    It is kept there for when the study is resumed. 1 where the start has no gradient left on three rows in four.
+    """
+    file = folder / "clip.json"
+    if not file.exists():
+        start = folder / "start" / f"seed-{SEED}.safetensors"
+        if not start.exists():
+            tell("pretraining")
+        make_start(problem, recipe, SEED, start)
+        model = new_model(problem, SEED)
+        load_start(model, start)
+        _, held_out = held_out_rows(len(PublicRows(problem.public)), recipe.pretrain.holdout, SEED)
+        norms, _ = gradient_norms(model, problem.loss_fn, PublicRows(rows_at(problem.public, held_out)))
+        found = clip_norm(norms, finish=None) or 1.0
+        tell(f"clip norm {found:.3g}, from {len(norms)} held-out public rows")
+        write_json(file, {"max_grad_norm": float(f"{found:.3g}"), "rows": len(norms)})
+    return float(read_json(file)["max_grad_norm"])
 
 
 def advised_study(

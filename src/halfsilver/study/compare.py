@@ -16,7 +16,7 @@ from halfsilver.mirror.rows import PublicRows
 from halfsilver.runs.folder import RunFolder
 from halfsilver.runs.progress import telling
 from halfsilver.study.arena import SEARCH
-from halfsilver.study.auto import advised_study, held_out_share
+from halfsilver.study.auto import advised_study, held_out_share, public_clip_norm
 from halfsilver.study.jobs import Tell
 from halfsilver.study.method import METHODS, Method, resolve
 from halfsilver.study.problem import Augment, Grid, Pretrain, Problem, Recipe, Setting
@@ -97,8 +97,10 @@ def compare(
 ) -> Comparison:
     """Train several methods on your model and data at one epsilon, and say what private data and mirror add.
 
-    Learning rates and alpha are searched for each method on its own. Then each method trains once per seed, and the
-    verdict compares the methods in pairs over seeds. It claims no difference that is within the noise of the runs.
+    Learning rates and alpha are searched for each method on its own. The clip norm is the third quartile of gradient
+    norms of public rows that the start has not seen, unless a `recipe` says otherwise. Then each method trains once per
+    seed, and the verdict compares the methods in pairs over seeds. It claims no difference that is within the noise of
+    the runs.
 
     Guarantee: each run is (epsilon, delta)-DP by itself. Publishing all of them costs the ledger's total, which the
     summary states beside it. A public search reads no private record.
@@ -138,7 +140,7 @@ def compare(
         ConfigError: An argument is wrong, or the folder holds another study.
     """
     require(search in SEARCH, "search", search, f"in {tuple(SEARCH)}")
-    auto = isinstance(methods, str)
+    auto, given = isinstance(methods, str), recipe is not None
     require(not auto or methods == "auto", "methods", methods, "a sequence of methods, or 'auto'")
     require(not auto or batch_size is None, "batch_size", batch_size, "None with methods='auto', which chooses it")
     if auto and recipe is None:
@@ -170,6 +172,8 @@ def compare(
         if auto:
             advised = advised_study(problem, recipe, epsilon=epsilon, delta=delta, folder=Path(out), tell=say)
             recipe, methods, settings = advised.recipe, advised.methods, advised.settings
+        elif not given:
+            recipe = clipped_at(recipe, public_clip_norm(problem, recipe, folder=Path(out), tell=say))
         arms = resolve(methods)
         request = Request(
             task="custom",
@@ -208,3 +212,10 @@ def default_recipe(*, batch_size: int, epochs: float) -> Recipe:
         average=0.95,
         lr_end=0.1,
     )
+
+
+def clipped_at(recipe: Recipe, max_grad_norm: float) -> Recipe:
+    """The recipe with this clip norm for a trained start, and learning rates that move it as far; cold stays at 1."""
+    grid = recipe.grid
+    warm, pda = (tuple(lr / max_grad_norm for lr in rates) for rates in (grid.warm, grid.pda))
+    return replace(recipe, max_grad_norm=max_grad_norm, cold_max_grad_norm=1.0, grid=replace(grid, warm=warm, pda=pda))
