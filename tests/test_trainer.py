@@ -127,6 +127,17 @@ def stop_at(step: int) -> Any:
     return callback
 
 
+def test_without_a_folder_the_run_is_in_a_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first, second = (trainer(plan=plan(steps=2)).fit(rows(50, 0)) for _ in range(2))
+    assert first.run_dir.parent == second.run_dir.parent == tmp_path
+    assert first.run_dir != second.run_dir
+    assert str(second.run_dir) in caplog.text
+    assert (second.run_dir / "statement.json").exists()
+
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]] = {
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=20),
     "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, milestones=[4, 8, 15]),

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import math
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -287,7 +288,7 @@ class Trainer:
         private: Any,
         public: Any = None,
         *,
-        run_dir: str | Path,
+        run_dir: str | Path | None = None,
         ledger: Ledger | str | Path | None = None,
         delta: float | None = None,
         test: Any = None,
@@ -307,7 +308,9 @@ class Trainer:
                 `Engine`, behind which users train by themselves.
             public: Public rows as a data set or tensors, a `PublicLoss` of this model, or None where `mirror` needs
                 none.
-            run_dir: The run folder. It receives checkpoint, metrics, ledger and statement.
+            run_dir: The run folder. It receives checkpoint, metrics, ledger and statement. Default None: a new
+                temporary folder, which a log line and `RunResult.run_dir` name. Such a run cannot be resumed, and its
+                ledger does not know of others, so give a folder if the data are private in earnest.
             ledger: The ledger of the private data set, where several runs share one (default: in the run folder).
             delta: The delta of the statement, at most 1 / population (default: the plan's; for a plan without one,
                 1e-5 or 0.1 / population, whichever is less). A resumed run keeps its own.
@@ -327,6 +330,10 @@ class Trainer:
         private = private if isinstance(private, PrivateData | Engine) else PrivateData(private)
         self._said = self.metrics_not_private
         self._refuse_private(private, public, test)
+        if run_dir is None:
+            run_dir = self._world.from_lead(lambda: tempfile.mkdtemp(prefix="halfsilver-"))
+            if self._world.leads:
+                _log.warning("No run_dir was given. Checkpoint, ledger and statement are in %s.", run_dir)
         with caught_signal() as came:
             with self._shaped(public) as public:
                 result = self._fit(private, public, run_dir, ledger, delta, test, test_every, check_usable, came)
