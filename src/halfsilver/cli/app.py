@@ -30,6 +30,8 @@ from halfsilver.cli import studies as cli_studies
 
 __all__ = ["app", "main"]
 
+_NAMED = 5  # run folders in a message
+
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 SamplingRate = Annotated[
@@ -145,7 +147,7 @@ def verify(
     """Recompute the epsilon of a run from its ledger, and check that ledger, checkpoint and statement agree."""
     from halfsilver.runs.verify import verify as check
 
-    require(run.is_dir(), "run", str(run), "to be a run folder that contains a config.json")
+    _require_run(run)
     report = check(run, ledger, head_file)
     statement = report["statement"]
     by = "pld" if "pld" in statement["epsilon_planned"] else "rdp"  # of a selection only RDP is known
@@ -165,6 +167,27 @@ def verify(
     _show(report, as_json, "Verified: ledger, checkpoint and statement agree", rows)
 
 
+@app.command()
+def statement(
+    run: Annotated[Path, typer.Argument(help="Run folder whose guarantee is stated.")],
+    html: Annotated[bool, typer.Option("--html", help="Write a page, statement.html in the run folder.")] = False,
+    out: Annotated[Path | None, typer.Option(help="File of the page, in place of that.")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="Ledger of the data set, if it has moved.")] = None,
+    head_file: Annotated[Path | None, typer.Option(help="Copy of the ledger's head that is kept elsewhere.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a run, and say in plain words what it guarantees, what was spent, and what is not covered."""
+    from halfsilver.report.statement_page import PlainStatement, write_statement
+
+    _require_run(run)
+    if html or out is not None:
+        file = write_statement(run, out, ledger=ledger, head_file=head_file)
+        typer.echo(json.dumps({"page": str(file)}) if as_json else str(file))
+        return
+    found = PlainStatement.of(run, ledger, head_file)
+    typer.echo(json.dumps(found.checked) if as_json else str(found))
+
+
 for command in (
     cli_studies.advise,
     cli_studies.compare,
@@ -176,6 +199,14 @@ for command in (
     cli_doctor.doctor,
 ):
     app.command()(command)
+
+
+def _require_run(path: Path) -> None:
+    """Refuse what is no run folder, and name those below it: of a study, say."""
+    below = [str(config.parent) for config in sorted(path.glob("*/**/config.json"))] if path.is_dir() else []
+    names = ", ".join(below[:_NAMED]) + (f" and {len(below) - _NAMED} more" if len(below) > _NAMED else "")
+    hint = f"Below it there are the run folders {names}." if below else ""
+    require((path / "config.json").is_file(), "run", str(path), "to be a run folder, which has a config.json", hint)
 
 
 def _asked(plan: PrivacyPlan) -> dict[str, Any]:

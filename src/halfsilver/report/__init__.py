@@ -9,11 +9,12 @@ from halfsilver.report.advice_page import write_advice
 from halfsilver.report.figures import Picture, inside, run_pictures
 from halfsilver.report.load import OneRun, load, shown
 from halfsilver.report.run_page import run_page
+from halfsilver.report.statement_page import PlainStatement, write_statement
 from halfsilver.report.study_figures import study_pictures
 from halfsilver.report.study_page import study_page
 from halfsilver.study.records import Summary
 
-__all__ = ["study_pictures", "write_advice", "write_report"]
+__all__ = ["PlainStatement", "study_pictures", "write_advice", "write_report", "write_statement"]
 
 
 def write_report(path: str | Path, out: str | Path | None = None) -> Path:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from halfsilver.report.figures import Picture
+from halfsilver.report.figures import Picture, finite
+from halfsilver.report.load import Statement
 from halfsilver.report.looks import Look
 from halfsilver.report.page import Html, facts, inline, section, tag, warning
 from halfsilver.report.words import plain
 
-_UNITS = {"example": "one example (one row of the data)", "user": "one user, with all of their examples"}
-_ADJACENCY = {
+UNITS = {"example": "one example (one row of the data)", "user": "one user, with all of their examples"}
+ADJACENCY = {
     "add-remove-one": "two data sets are neighbours if one has one unit more than the other",
     "empty-one-place": "two data sets are neighbours if one has a unit whose place is empty in the other",
 }
@@ -66,8 +68,8 @@ def guarantee(plan: Mapping[str, Any], epsilon: Mapping[str, Any], delta: Any, a
     rows = [
         *(selection if "trials" in plan else [one_run]),
         ("delta", plain(delta)),
-        ("protected unit", _UNITS.get(unit, unit)),
-        ("adjacency", f"{adjacency}: {_ADJACENCY.get(adjacency, '')}".removesuffix(": ")),
+        ("protected unit", UNITS.get(unit, unit)),
+        ("adjacency", f"{adjacency}: {ADJACENCY.get(adjacency, '')}".removesuffix(": ")),
         ("private steps of each run" if "trials" in plan else "private steps", plain(plan.get("steps"))),
         *([("sampling rate", plain(plan.get("sampling_rate")))] if apart is None else [("participation", apart)]),
         ("expected batch", plain(plan.get("expected_batch_size"))),
@@ -97,6 +99,29 @@ def ledger_part(ledger: Mapping[str, Any]) -> Html:
     )
     known = tag("p", _COMPOSITION[held]) if (held := str(ledger.get("composition"))) in _COMPOSITION else Html("")
     return section("ledger", "Ledger: all runs on this data", tag("p", words), known, facts(rows))
+
+
+def claim(statement: Statement) -> str:
+    """The guarantee in one sentence."""
+    whole = (1 if statement.selects else statement.plan.get("steps")) == statement.spent_so_far.steps
+    private = not statement.not_private_because
+    verb = "is" if private and whole else "was planned to be"
+    epsilon = digits(statement.epsilon)
+    what = "selection" if statement.selects else "run"
+    said = f"This {what} {verb} ({epsilon}, {plain(statement.delta)})-differentially private."
+    return said if private else f"{said} But it is not private: see below."
+
+
+def in_words(statement: Statement) -> str:
+    """What the two figures promise, for readers who do not know them; nothing where they do not hold."""
+    epsilon = statement.epsilon
+    if statement.not_private_because or epsilon is None or not finite(epsilon):
+        return ""
+    factor = digits(math.exp(min(epsilon, 700)))
+    return (
+        f"In words: whatever is concluded from the model and this folder, with one {statement.unit} more or less it "
+        f"would be at most {factor} times as likely, apart from a probability of {plain(statement.delta)}."
+    )
 
 
 def digits(value: Any) -> str:

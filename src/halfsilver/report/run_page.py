@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from halfsilver.report.figures import Picture, finite, metrics_of_run, series
-from halfsilver.report.load import OneRun, Statement
+from halfsilver.report.figures import Picture, metrics_of_run, series
+from halfsilver.report.load import OneRun
 from halfsilver.report.page import Html, facts, page, section, tag
-from halfsilver.report.parts import digits, gallery, guarantee, ledger_part, stamp_box, stamp_line
+from halfsilver.report.parts import claim, digits, gallery, guarantee, in_words, ledger_part, stamp_box, stamp_line
 from halfsilver.report.words import figure, flat, plain
 
 
@@ -18,38 +17,16 @@ def run_page(run: OneRun, pictures: Mapping[str, Sequence[Picture]]) -> Html:
     return page(
         f"Run {run.name} - halfsilver",
         tag("h1", f"Run {run.name}"),
-        tag("p", _claim(run.statement), class_="verdict"),
+        tag("p", claim(run.statement), class_="verdict"),
         stamp_line(stamps),
         *(tag("p", tag("strong", str(remark)), class_="stamped") for remark in run.statement.remarks),
-        *(tag("p", words) for words in (_in_words(run.statement), _outcome(run)) if words),
+        *(tag("p", words) for words in (in_words(run.statement), _outcome(run)) if words),
         _about(run),
         _statement(run, stamps + _behind(run)),
         section("curves", "Curves", gallery(pictures.get("curves", ()))),
         ledger_part(run.statement.all_runs_on_this_data),
         section("schedules", "Learning rate and released gradient", gallery(pictures.get("schedules", ()))),
         _configuration(run),
-    )
-
-
-def _claim(statement: Statement) -> str:
-    whole = (1 if statement.selects else statement.plan.get("steps")) == statement.spent_so_far.steps
-    private = not statement.not_private_because
-    verb = "is" if private and whole else "was planned to be"
-    epsilon = digits(statement.epsilon)
-    what = "selection" if statement.selects else "run"
-    claim = f"This {what} {verb} ({epsilon}, {plain(statement.delta)})-differentially private."
-    return claim if private else f"{claim} But it is not private: see below."
-
-
-def _in_words(statement: Statement) -> str:
-    """What the two figures promise, for readers who do not know them; nothing where they do not hold."""
-    epsilon = statement.epsilon
-    if statement.not_private_because or epsilon is None or not finite(epsilon):
-        return ""
-    factor = digits(math.exp(min(epsilon, 700)))
-    return (
-        f"In words: whatever is concluded from the model and this folder, with one {statement.unit} more or less it "
-        f"would be at most {factor} times as likely, apart from a probability of {plain(statement.delta)}."
     )
 
 
