@@ -308,8 +308,9 @@ def test_a_grid_search_spends_for_every_fit_and_one_ledger_counts_them_all(tmp_p
     assert len(hs.Ledger.open(ledger).runs) == 19
     assert shared.best_estimator_.epsilon_ == pytest.approx(hs.Ledger.open(ledger).spent(1e-5))
     assert shared.best_estimator_.epsilon_ > 3
-    alone = GridSearchCV(MirrorLinearRegression(n_private=300), grid, cv=3).fit(x[100:], y[100:], **public)
-    assert alone.best_estimator_.epsilon_ == pytest.approx(1.0, rel=0.01)  # of one run: the others are nowhere
+    alone = GridSearchCV(MirrorLinearRegression(n_private=300), grid, cv=3, error_score="raise")
+    with pytest.raises(ConfigError, match="only a common ledger adds them up"):
+        alone.fit(x[100:], y[100:], **public)
 
 
 def test_whitened_beats_the_others_where_features_are_uneven_and_noise_is_large() -> None:

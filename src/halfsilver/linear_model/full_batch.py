@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,11 +78,21 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     return float(brentq(excess, 1e-6, 10 * math.sqrt(epsilon) + 10))
 
 
-def open_ledger(run_dir: str | Path | None, ledger: Ledger | str | Path | None) -> tuple[Path, Ledger]:
-    """The folder of a fit, a temporary one by default, and its ledger, by default in that folder."""
+def open_ledger(owner: object, run_dir: str | Path | None, ledger: Ledger | str | Path | None) -> tuple[Path, Ledger]:
+    """The folder of a fit and its ledger, by default in that folder.
+
+    By default the folder is a temporary one, and is removed with its owner.
+    """
     folder = Path(run_dir or tempfile.mkdtemp(prefix="halfsilver-"))
+    if run_dir is None:
+        weakref.finalize(owner, _remove, folder, os.getpid())
     ledger = ledger or folder / "ledger.jsonl"
     return folder, ledger if isinstance(ledger, Ledger) else Ledger.open(ledger)
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a fork
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def require_one_process(name: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from halfsilver._core.averaging import AverageKind
 from halfsilver._core.tensors import Batch
 from halfsilver.errors import ConfigError, MissingExtra, require
+from halfsilver.linear_model.callers import check_callers
 from halfsilver.linear_model.full_batch import FullBatch, gaussian_mu, open_ledger, require_one_process
 from halfsilver.linear_model.head_search import (
     FEWEST,
@@ -105,7 +106,8 @@ class MirrorLogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[
         n_private: The number of private rows, if it is public; at least 1. It only scales the mean. Default None, which
             releases a noisy count for the price of one step.
         ledger: The ledger of the private data set, or its path. Default None, which makes one in `run_dir`.
-        run_dir: The folder of the run. Default None, which makes a temporary folder. Its path is in `run_dir_`.
+        run_dir: The folder of the run. Default None, which makes a temporary folder. Its path is in `run_dir_`. It is
+            removed together with the estimator.
         unsafe_seed: A seed for reproducible noise, for tests only. Default None. With a seed nothing is private.
 
     Example:
@@ -201,6 +203,7 @@ class MirrorLogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[
         """
         require_one_process(type(self).__name__)
         self._check_options()
+        check_callers(type(self).__name__, self.ledger, spends=registered(self.method).trains)
         counted = private_length(self, X, y)
         for name, data in (("X_public", X_public), ("y_public", y_public), ("base_public", base_public)):
             if any(data is not None and shares_rows(own, data) for own in (X, y, base)):
@@ -398,7 +401,7 @@ class MirrorLogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[
         return Given(**values, ridge=None if self.start_regularization == "auto" else self.start_regularization)
 
     def _run(self) -> FullBatch:
-        self.run_dir_, ledger = open_ledger(self.run_dir, self.ledger)
+        self.run_dir_, ledger = open_ledger(self, self.run_dir, self.ledger)
         return FullBatch(
             epsilon=self.epsilon,
             delta=self.delta,

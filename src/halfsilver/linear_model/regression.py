@@ -12,6 +12,7 @@ from torch import Tensor
 from halfsilver._core.averaging import AverageKind
 from halfsilver._core.tensors import Batch
 from halfsilver.errors import ConfigError, MissingExtra, require
+from halfsilver.linear_model.callers import check_callers
 from halfsilver.linear_model.full_batch import FullBatch, open_ledger, require_one_process
 from halfsilver.mirror import Bregman, ConstraintSet, Euclidean, MirrorMap, Quadratic
 from halfsilver.mirror.geometry import Factor
@@ -70,7 +71,8 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         n_private: The number of private rows, if it is public; at least 1. It only scales the mean. Default None, which
             releases a noisy count for the price of one step.
         ledger: The ledger of the private data set, or its path. Default None, which makes one in `run_dir`.
-        run_dir: The folder of the run. Default None, which makes a temporary folder. Its path is in `run_dir_`.
+        run_dir: The folder of the run. Default None, which makes a temporary folder. Its path is in `run_dir_`. It is
+            removed together with the estimator.
         unsafe_seed: A seed for reproducible noise, for tests only. Default None. With a seed nothing is private.
 
     Example:
@@ -144,6 +146,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         if self._whitens and (sparse.issparse(X) or self.constraint is not None):
             raise ConfigError("Expected dense rows and no constraint for method='whitened'. Use method='pda'.")
         require_one_process(type(self).__name__)
+        check_callers(type(self).__name__, self.ledger, spends=registered(self.method).trains)
         private, dtype, width = private_rows(self, X, y, intercept=self.fit_intercept)
         if X_public is None or y_public is None:
             raise ConfigError("Expected X_public and y_public: without public rows use DP-SGD (hs.Trainer).")
@@ -175,7 +178,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         return np.asarray(x @ self.coef_ + self.intercept_)
 
     def _train(self, private: PrivateData, dtype: torch.dtype, width: int, public: _Public) -> Tensor:
-        self.run_dir_, ledger = open_ledger(self.run_dir, self.ledger)
+        self.run_dir_, ledger = open_ledger(self, self.run_dir, self.ledger)
         root = public.root() if self._whitens else None
         plan = self._plan(private, public, ledger, root)
         linear = torch.nn.Linear(width, 1, bias=False, dtype=dtype)
