@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from halfsilver._core.tensors import LossFn
 from halfsilver.errors import ConfigError, require
 
 _ONE, _SEVERAL = "single_label_classification", "multi_label_classification"
@@ -72,6 +73,34 @@ def causal_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
         ConfigError: The batch has no labels, or they do not fit the logits.
     """
     return _over_tokens(_logits(model, batch)[:, :-1], _labels(batch)[:, 1:])
+
+
+def loss_of(model: Any) -> LossFn:
+    """The loss per example of a model, by the name of its class.
+
+    Args:
+        model: A model of `transformers`, also wrapped by PEFT.
+
+    Returns:
+        `sequence_loss`, `token_loss` or `causal_loss`.
+
+    Raises:
+        ConfigError: The class is of another kind. Write the loss yourself.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name = type(inner).__name__
+    for endings, loss in _BY_NAME:
+        if name.endswith(endings):
+            return loss
+    known = sorted(ending for endings, _ in _BY_NAME for ending in endings)
+    raise ConfigError(f"Expected a model whose class ends with one of {known}, got {name}. Give loss_fn for others.")
+
+
+_BY_NAME: list[tuple[tuple[str, ...], LossFn]] = [
+    (("ForCausalLM", "LMHeadModel"), causal_loss),
+    (("ForMaskedLM", "ForTokenClassification"), token_loss),
+    (("ForSequenceClassification", "ForImageClassification", "ForAudioClassification"), sequence_loss),
+]
 
 
 def _over_tokens(logits: Tensor, labels: Tensor) -> Tensor:
