@@ -206,7 +206,7 @@ EPSILON = ["epsilon", "--sampling-rate", "0.01", "--steps", "10", "--delta", "1e
         (["compare", "emnist", "--recipe", "eps9", "--data", "."], "recipe='eps9' of task 'emnist' in ('eps0.48'"),
         (["compare", "emnist"], "--data DIR, or set HALFSILVER_DATA"),
         (["run", "emnist", "--data", "/nowhere", "--epsilon", "1"], "HALFSILVER_DATA"),
-        (["verify", "/nowhere"], "run='/nowhere' to be a run folder that contains a config.json"),
+        (["verify", "/nowhere"], "run='/nowhere' to be a run folder, which has a config.json"),
         ([*EPSILON, "0"], "noise_multiplier=0.0 in (0, inf)"),
         (["overlap", "/nowhere", "/nowhere"], "/nowhere"),
     ],
