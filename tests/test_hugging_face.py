@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,7 +18,9 @@ from halfsilver._core.tensors import flatten
 from halfsilver.errors import ConfigError, PrivateDataError
 from halfsilver.mirror.geometry import ShapedLayer
 from halfsilver.mirror.rows import PublicRows
+from halfsilver.privacy.data import _DatasetRecords
 from halfsilver.privacy.gradients import make_backend
+from halfsilver.privacy.schema import Schema
 from tests.privacy.test_book import one_by_one
 from tests.test_trainer import weights
 
@@ -228,6 +232,27 @@ def test_a_table_of_numbers_is_read_in_one_go(monkeypatch: pytest.MonkeyPatch) -
     keys.clear()
     records.fetch(torch.tensor([7, 3, 7]), handle._schema())
     assert keys == [[7, 3, 7]]
+
+
+NUMBERS = st.one_of(
+    st.none(),
+    st.lists(st.one_of(st.none(), st.floats(allow_nan=False, width=32)), min_size=0, max_size=3),
+)
+
+
+@given(rows=st.lists(st.tuples(NUMBERS, st.one_of(st.none(), st.integers(-5, 5))), min_size=1, max_size=6))
+def test_rows_at_once_are_rows_one_by_one(rows: list[tuple[list[float | None] | None, int | None]]) -> None:
+    """Whatever is missing or has another length: the same rows, to the bit."""
+    kinds = datasets.Features({"x": datasets.List(datasets.Value("float64")), "y": datasets.Value("int64")})
+    columns = dict(zip(("x", "y"), map(list, zip(*rows, strict=True)), strict=True))
+    records = _DatasetRecords(datasets.Dataset.from_dict(columns, features=kinds))
+    schema = Schema.of_record({"x": torch.zeros(2), "y": torch.tensor(0)})
+    one_by_one = [records._read(i, schema) for i in range(len(rows))]
+    expected = schema.stack([row for row in one_by_one if row is not None])
+    found = records.fetch(slice(0, len(rows)), schema)
+    for name in ("x", "y"):
+        assert found[name].dtype == expected[name].dtype
+        assert torch.equal(found[name], expected[name])
 
 
 def test_public_rows_of_several_lengths_are_refused(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
@@ -203,3 +206,30 @@ def test_estimators() -> None:
         model.fit(x, y, X_public=x[:10], y_public=y[:10].copy())
     with pytest.raises(ConfigError, match="y_public"):
         model.fit(x[10:], y[10:], X_public=x[:10], y_public=y[10:20])
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    picks=st.tuples(*[st.one_of(st.none(), st.lists(st.integers(0, 23), max_size=8)) for _ in range(2)]),
+)
+def test_rows_of_tables_meet_where_sets_of_their_numbers_do(
+    sizes: list[int], picks: tuple[list[int] | None, list[int] | None]
+) -> None:
+    """Oracle: sets of row numbers of one table in several chunks, from which two selections are taken."""
+    datasets = pytest.importorskip("datasets")
+    chunks = [datasets.Dataset.from_dict({"a": list(range(size))}) for size in sizes]
+    table, rows = datasets.concatenate_datasets(chunks), sum(sizes)
+    chosen = [None if pick is None else [i % rows for i in pick] for pick in picks]
+    parts = [table.select(range(rows)) if pick is None else table.select(pick) for pick in chosen]
+    mine, theirs = (set(range(rows)) if pick is None else set(pick) for pick in chosen)
+    assert shares_rows(*parts) == bool(mine & theirs)
+
+
+def test_a_large_table_is_recognised_without_reading_its_rows() -> None:
+    """Ten million rows: by runs of rows, in far less time and memory than one entry for each would take."""
+    datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    table = datasets.Dataset(pa.table({"a": np.arange(10_000_000)}))
+    started = time.monotonic()
+    assert shares_rows(table, table.select(range(5_000_000, 5_000_010)))
+    assert not shares_rows(table.select(range(5_000_000)), table.select(range(5_000_000, 10_000_000)))
+    assert time.monotonic() - started < 5

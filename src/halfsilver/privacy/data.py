@@ -258,11 +258,14 @@ class _DatasetRecords:
 
     def fetch(self, indices: Indices, schema: Schema) -> Batch:
         wanted = list(range(indices.start, indices.stop)) if isinstance(indices, slice) else indices.tolist()
-        together = self._together(wanted)
-        if together is None:
+        columns = self._columns(wanted)
+        if columns is None:
             found = [self._read(i, schema) for i in wanted]
         else:
-            found = [_conforming(row, schema) for row in together]
+            with silent():  # one row that differs, and all are looked at one by one
+                return schema.conform_all(columns)
+            rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+            found = [_conforming(row, schema) for row in rows]
         return schema.stack([record for record in found if record is not None])
 
     def _read(self, index: int, schema: Schema) -> list[Tensor] | None:
@@ -275,7 +278,7 @@ class _DatasetRecords:
         """The data set in the form in which all rows come, one by one or together."""
         return self.dataset if self._table is None else self._table
 
-    def _together(self, wanted: list[int]) -> list[dict[str, Any]] | None:
+    def _columns(self, wanted: list[int]) -> dict[str, list[Any]] | None:
         """The rows by one read, where the data set is a table of numbers; None where they have to be read one by one.
 
         Only of such a table is it known that no row changes how another one comes out. Formats that pad or stack could.
@@ -283,8 +286,8 @@ class _DatasetRecords:
         if self._table is None or not wanted:
             return None
         with silent():
-            columns = self._table[wanted]
-            return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            columns: dict[str, list[Any]] = self._table[wanted]
+            return columns
         return None
 
     @cached_property

@@ -21,8 +21,6 @@ _MOST_WORK = 1_000_000
 
 _MOST_RUNS = 1000  # of rows that follow each other in a subset of tensors
 
-_TABLES = object()  # the owner of all rows in Arrow's buffers
-
 Array = np.ndarray[Any, Any]
 
 
@@ -39,6 +37,29 @@ class _Some:
         return self.index is None or other.index is None or not self.index.isdisjoint(other.index)
 
 
+@dataclass(frozen=True)
+class _Placed:
+    """Rows in buffers of Arrow: of each buffer, by its address, runs of places as rows (first, behind the last).
+
+    The runs of a buffer are in rising order and have no place in common.
+    """
+
+    runs: Mapping[int, Array]
+
+    def meets(self, other: _Placed) -> bool:
+        return any(_runs_meet(self.runs[address], other.runs[address]) for address in self.runs.keys() & other.runs)
+
+
+def _runs_meet(a: Array, b: Array) -> bool:
+    """Whether two lists of runs have a place in common: of `b`, the first run that ends behind the start of one."""
+    next_one = np.searchsorted(b[:, 1], a[:, 0], side="right")
+    inside = next_one < len(b)
+    return bool((b[next_one[inside], 0] < a[inside, 1]).any())
+
+
+_Part = _Some | _Placed | list[Array]
+
+
 def shares_rows(a: Any, b: Any) -> bool:
     """Whether two data sets, in any form that halfsilver takes, have rows in common that can be recognised."""
     ours, theirs = list(_parts(a)), list(_parts(b))
@@ -47,12 +68,14 @@ def shares_rows(a: Any, b: Any) -> bool:
     return any(_meet(one, other) for one in ours for other in theirs)
 
 
-def _meet(a: _Some | list[Array], b: _Some | list[Array]) -> bool:
+def _meet(a: _Part, b: _Part) -> bool:
     if isinstance(a, _Some) and isinstance(b, _Some):
         return a.meets(b)
-    if isinstance(a, _Some) or isinstance(b, _Some):
-        return False
-    return any(_overlap(x, y) for x in a for y in b)
+    if isinstance(a, _Placed) and isinstance(b, _Placed):
+        return a.meets(b)
+    if isinstance(a, list) and isinstance(b, list):
+        return any(_overlap(x, y) for x in a for y in b)
+    return False
 
 
 def _overlap(a: Array, b: Array) -> bool:
@@ -62,7 +85,7 @@ def _overlap(a: Array, b: Array) -> bool:
         return True
 
 
-def _parts(data: Any) -> Iterator[_Some | list[Array]]:
+def _parts(data: Any) -> Iterator[_Part]:
     if isinstance(data, DataLoader):
         yield from _parts(data.dataset)
     elif isinstance(data, ConcatDataset):
@@ -84,7 +107,7 @@ def _parts(data: Any) -> Iterator[_Some | list[Array]]:
         yield _Some(data)
 
 
-def _of_subset(data: Any) -> Iterator[_Some | list[Array]]:
+def _of_subset(data: Any) -> Iterator[_Part]:
     """By the numbers of its rows in the innermost data set."""
     index = [int(i) for i in data.indices]
     while isinstance(data.dataset, Subset):
@@ -97,16 +120,43 @@ def _of_subset(data: Any) -> Iterator[_Some | list[Array]]:
             yield _columns([t[int(run[0]) : int(run[-1]) + 1] for t in data.dataset.tensors])
 
 
-def _of_table(data: Any) -> Iterator[_Some]:
+def _of_table(data: Any) -> Iterator[_Part]:
     """A data set of Hugging Face's: rows of an Arrow table, by the buffer and the place at which they lie."""
     yield _Some(data)
-    if 0 < data.data.num_rows <= _MOST_WORK:
-        places: list[tuple[int, int]] = []
-        for chunk in data.data.column(0).chunks:
-            address = next((buffer.address for buffer in reversed(chunk.buffers()) if buffer is not None), 0)
-            places += [(address, chunk.offset + i) for i in range(len(chunk))]
-        chosen = None if data._indices is None else data._indices.column(0).to_pylist()
-        yield _Some(_TABLES, frozenset(places if chosen is None else (places[i] for i in chosen)))
+    chosen = None if data._indices is None else np.unique(data._indices.column(0).to_numpy())
+    runs: dict[int, list[Array]] = {}
+    first = 0
+    for chunk in data.data.column(0).chunks if data.data.num_rows else ():
+        address = next((buffer.address for buffer in reversed(chunk.buffers()) if buffer is not None), 0)
+        found = np.array([[0, len(chunk)]]) if chosen is None else _runs(chosen, first, first + len(chunk)) - first
+        runs.setdefault(address, []).append(found + chunk.offset)
+        first += len(chunk)
+    yield _Placed({address: _merged(np.concatenate(parts)) for address, parts in runs.items()})
+
+
+def _runs(chosen: Array, start: int, stop: int) -> Array:
+    """The runs of those of some rising numbers that are at least `start` and below `stop`.
+
+    >>> _runs(np.array([1, 2, 3, 7, 9]), 2, 9).tolist()
+    [[2, 4], [7, 8]]
+    """
+    inside = chosen[np.searchsorted(chosen, start) : np.searchsorted(chosen, stop)].astype(np.int64)
+    cuts = np.flatnonzero(np.diff(inside) > 1) + 1
+    firsts, lasts = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(inside)]]) - 1
+    return np.stack([inside[firsts], inside[lasts] + 1], 1) if len(inside) else np.empty((0, 2), np.int64)
+
+
+def _merged(runs: Array) -> Array:
+    """Runs in rising order, those that touch or overlap as one.
+
+    >>> _merged(np.array([[5, 7], [0, 2], [1, 3]])).tolist()
+    [[0, 3], [5, 7]]
+    """
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(runs[:, 1]) if len(runs) else runs[:, 1]
+    begins = np.concatenate([[True], runs[1:, 0] > ends[:-1]]) if len(runs) else np.empty(0, bool)
+    firsts = np.flatnonzero(begins)
+    return np.stack([runs[firsts, 0], np.append(ends[firsts[1:] - 1], ends[-1:])], 1)
 
 
 def _columns(tensors: list[Any]) -> list[Array]:

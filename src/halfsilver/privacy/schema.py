@@ -51,6 +51,23 @@ class Schema:
             raise ValueError("structure")
         return [_conforming(torch.as_tensor(x), like) for x, like in zip(leaves, self.leaves, strict=True)]
 
+    def conform_all(self, columns: Mapping[str, list[Any]]) -> Batch:
+        """All rows of a table at once, as `conform` and `stack` give them; ValueError or TypeError if one differs.
+
+        A column of a table has one kind of number, so a row is read here as it is by itself. Columns without entries
+        are left to `conform`.
+        """
+        names = sorted(columns)
+        if pytree.tree_structure(dict.fromkeys(names)) != self.structure:
+            raise ValueError("structure")
+        found = []
+        for name, like in zip(names, self.leaves, strict=True):
+            column = torch.as_tensor(columns[name])
+            if column.shape != (len(columns[name]), *like.shape) or not like.numel():
+                raise ValueError("shape")
+            found.append(column.to(like.device, like.dtype))
+        return pytree.tree_unflatten(found, self.structure)
+
     def stack(self, records: Sequence[list[Tensor]]) -> Batch:
         """Records that conform; so alike are their tensors then that it cannot fail."""
         columns = [
