@@ -56,6 +56,30 @@ def test_compare_prints_one_json_object_and_goes_on(small: Path) -> None:
     assert "seed 0" not in again.stderr, "a finished run was done again"
 
 
+def test_options_come_from_a_file_and_the_command_line_goes_first(small: Path) -> None:
+    file = small / "study.toml"
+    file.write_text(
+        'task = "emnist"\nepsilon = 5.0\nseeds = 3\nmethods = ["public", "warm"]\nquick = true\nworkers = 1\n'
+    )
+    done = invoke("compare", "--config", str(file), "--seeds", "1", "--json")
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)
+    assert summary["epsilon"] == 5.0
+    assert [(run["method"], run["seed"]) for run in summary["runs"]] == [("public", 0), ("warm", 0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("epsilom = 2.0", "epsilom"), ("epsilon = ", "TOML"), (None, "TOML file")]
+)
+def test_a_wrong_file_is_named(text: str | None, message: str, small: Path) -> None:
+    file = small / "study.toml"
+    if text is not None:
+        file.write_text(text)
+    result = invoke("compare", "emnist", "--config", str(file))
+    assert result.exit_code != 0
+    assert message in str(result.exception)
+
+
 def test_compare_linreg_takes_the_options_of_a_study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {}
 

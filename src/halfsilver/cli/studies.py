@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from halfsilver.cli.names import ALL_METHODS, METHODS
-from halfsilver.errors import ConfigError
+from halfsilver.errors import ConfigError, require
 from halfsilver.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -24,6 +25,29 @@ Data = Annotated[Path | None, typer.Option(help="Folder of the data sets (defaul
 RecipeName = Annotated[str, typer.Option(help="workstation, or one of the paper's, such as eps3.51.")]
 Epsilon = Annotated[float | None, typer.Option(help="Epsilon of each private run (default: the recipe's).")]
 Delta = Annotated[float | None, typer.Option(help="Delta (default: the recipe's, else 1e-5).")]
+
+
+def _from_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Options from a TOML file, under the names that they have as arguments in Python. The command line goes first."""
+    if path is None:
+        return None
+    try:
+        given = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Expected --config {path} to be a TOML file: {error}.") from error
+    known = sorted(p.name for p in context.command.params if p.name not in (None, "config", "as_json"))
+    unknown = sorted(given.keys() - set(known))
+    require(not unknown, f"names in {path}", unknown, f"to be among {known}")
+    if isinstance(given.get("methods"), list):
+        given["methods"] = ",".join(map(str, given["methods"]))
+    context.default_map = {**(context.default_map or {}), **given}
+    return path
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(callback=_from_file, is_eager=True, help="TOML file with these options, such as epsilon = 2.0."),
+]
 
 
 def _tell(text: str) -> None:
@@ -55,6 +79,7 @@ def compare(
     dims: Annotated[list[int] | None, typer.Option(help="linreg: dimensions (default: 500, 1000, ..., 6000).")] = None,
     trials: Annotated[int, typer.Option(help="linreg: fresh data sets per dimension.")] = 20,
     skew: Annotated[float, typer.Option(help="linreg: the variance of feature j goes with j^-skew.")] = 0.0,
+    config: Config = None,
     as_json: Json = False,
 ) -> None:
     """Several methods side by side at one epsilon, and a verdict."""
@@ -126,6 +151,7 @@ def advise(
     recipe: RecipeName = "workstation",
     data: Data = None,
     out: Annotated[Path | None, typer.Option(help="Folder for start, advice.json and the page.")] = None,
+    config: Config = None,
     as_json: Json = False,
 ) -> None:
     """Batch, clip norm, learning rate and geometry from public rows alone, and a forecast."""
@@ -154,6 +180,7 @@ def run(
     quick: Annotated[bool, typer.Option(help="2 epochs or 20 rounds; not for publication.")] = False,
     data: Data = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; an unfinished run there is resumed.")] = None,
+    config: Config = None,
     as_json: Json = False,
 ) -> None:
     """One method, one run: progress, a run folder, and a report."""
