@@ -183,7 +183,7 @@ def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, kind: str, schedule:
     assert hs.Ledger.open(tmp_path / "cut" / "ledger.jsonl").counts()[0].count == 21
 
 
-def test_repeated_steps_use_up_the_plan(tmp_path: Path) -> None:
+def test_repeated_steps_use_up_the_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Stopped at step 8 with the checkpoint at 0: 8 of 20 steps are gone, so 12 updates remain, and it says so."""
     with pytest.raises(StopHere):
         trainer(callbacks=[stop_at(8)], checkpoint_seconds=1e9).fit(rows(400), run_dir=tmp_path)
@@ -192,6 +192,7 @@ def test_repeated_steps_use_up_the_plan(tmp_path: Path) -> None:
     assert spent >= 8
     assert result.stopped == "budget"
     assert result.updates == 20 - spent
+    assert f"ended early, after {20 - spent} of 20 steps" in caplog.text
     assert result.statement["spent_so_far"]["steps"] == 20
 
 

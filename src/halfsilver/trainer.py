@@ -682,6 +682,12 @@ class Trainer:
             session.finish(self._state.step)
         if self._state.average.tensors:
             copy_to(trainable(self.model), self._state.average.tensors)
+        if stopped == "budget" and session.world.leads:
+            _log.warning(
+                "The run ended early, after %d of %d steps: the ledger grants no more. Steps that a kill loses are "
+                "spent; PrivacyPlan.calibrate(spare_steps=...) reserves some to repeat them.",
+                self._state.step, self.plan.steps,
+            )  # fmt: skip
         remarks = [diverged(self._state.step, self.plan)] if stopped == "diverged" else []
         return RunResult(
             plan=self.plan,
