@@ -154,6 +154,21 @@ def test_callbacks_are_told_of_released_values(tmp_path: Path) -> None:
     assert [step for event, step in events if event == "log"] == [3]
 
 
+@pytest.mark.parametrize(
+    ("args", "every"),
+    [
+        ({"eval_strategy": "no", "eval_steps": 2}, None),
+        ({"eval_strategy": "steps", "eval_steps": 3}, 3),
+        ({"eval_strategy": "steps", "eval_steps": 0.5}, 2),
+        ({"eval_strategy": "epoch"}, 10),
+    ],
+    ids=str,
+)
+def test_how_often_it_evaluates(args: dict[str, Any], every: int | None, tmp_path: Path) -> None:
+    made = trainer(tmp_path, args=args)
+    assert made._every(made.args.eval_strategy, made.args.eval_steps) == every
+
+
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "A frozen"])
 def test_of_lora_only_the_adapters_are_trained(frozen: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

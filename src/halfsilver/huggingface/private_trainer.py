@@ -164,7 +164,6 @@ class PrivateTrainer:
         Returns:
             How the run ended, with its epsilon. The trained weights are in the model.
         """
-        every = self.args.eval_steps if str(self.args.eval_strategy) != "no" and self._eval is not None else None
         self._told.begin(self.model)
         result = self.trainer.fit(
             self._private,
@@ -172,7 +171,7 @@ class PrivateTrainer:
             run_dir=self.args.output_dir,
             ledger=self._ledger,
             test=self._eval,
-            test_every=None if every is None else int(every),
+            test_every=self._every(self.args.eval_strategy, self.args.eval_steps),
         )
         self._told.end(self.model)
         self.save_model()
@@ -209,6 +208,14 @@ class PrivateTrainer:
         for part in parts:
             part.save_pretrained(str(folder))
         return folder
+
+    def _every(self, strategy: str, steps: float | None) -> int | None:
+        """Steps between two evaluations. Below 1, `steps` is a share of all of them, as in `transformers`."""
+        if self._eval is None or strategy not in ("steps", "epoch"):
+            return None
+        if strategy == "epoch" or not steps:
+            return max(1, round(1 / self.plan.sampling_rate))
+        return max(1, round(steps * self.plan.steps if steps < 1 else steps))
 
     def _rows(self, rows: Any) -> Any:
         if isinstance(rows, PrivateData):
