@@ -28,6 +28,7 @@ from benchmarks.studies.finish import scores, train
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.users import pooled
 from halfsilver.runs.folder import read_json, versions, write_json
+from halfsilver.study.advice import Advice
 from halfsilver.study.arena import make_plan
 from halfsilver.study.auto import advise_problem, parts, starting
 from halfsilver.study.method import registered
@@ -60,17 +61,19 @@ def advised(
     folder = out / f"{task}-eps{epsilon:g}-seed{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    advice = advise_problem(
-        problem,
-        recipe,
-        epsilon=epsilon,
-        delta=delta,
-        start=start,
-        seed=seed,
-        tell=lambda text: print(text, flush=True),
-    )
-    seconds = time.monotonic() - started
-    write_json(folder / "advice.json", {**advice.to_json(), "seconds": seconds})
+    kept = folder / "advice.json"
+    if not kept.exists():
+        advice = advise_problem(
+            problem,
+            recipe,
+            epsilon=epsilon,
+            delta=delta,
+            start=start,
+            seed=seed,
+            tell=lambda text: print(text, flush=True),
+        )
+        write_json(kept, {**advice.to_json(), "seconds": time.monotonic() - started})
+    advice, seconds = Advice.from_json(read_json(kept)), read_json(kept)["seconds"]
     print(advice, flush=True)
     known, unknown = parts(problem, recipe, seed)
     by_user = problem.public_users is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,17 @@ def test_an_advised_run(advice: hs.study.Advice, tmp_path: Path) -> None:
     assert trainer.evaluate(rows(500, 5))["accuracy"] > 0.9
     assert trainer.average == pytest.approx(1 - 10 / advice.plan.steps)
     assert advice.trainer(model(), loss_fn, average=None).average is None
+
+
+def test_an_advice_comes_back_from_its_file(advice: hs.study.Advice) -> None:
+    kept = json.loads(json.dumps(advice.to_json()))
+    again = hs.study.Advice.from_json(kept)
+    assert again.to_json() == advice.to_json()
+    assert str(again) == str(advice)
+    assert (again.plan, again.geometry, again.finish) == (advice.plan, advice.geometry, advice.finish)
+    for wrong in ({}, {**kept, "geometry": "Round()"}, {**kept, "start": {"loss": 1.0}}):
+        with pytest.raises(ConfigError, match="Not an advice"):
+            hs.study.Advice.from_json(wrong)
 
 
 def test_it_is_in_words_and_leaves_the_model_alone(advice: hs.study.Advice) -> None:

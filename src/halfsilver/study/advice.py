@@ -207,6 +207,43 @@ class Advice:
             "seconds_per_row": self.seconds_per_row,
         }
 
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Advice:
+        """What `to_json` returned, such as the advice.json of `halfsilver advise`.
+
+        Args:
+            record: The values.
+
+        Raises:
+            ConfigError: They are not such, or name a geometry or a last step that advice does not give.
+        """
+        shapes: dict[str | None, Geometry | None] = {_text(value): value for value in (None, GEOMETRY)}
+        ends: dict[str | None, Finish | None] = {_text(value): value for value in (None, FINISH)}
+
+        def tried(one: Mapping[str, Any]) -> Tried:
+            loss = math.inf if one["loss"] is None else one["loss"]
+            return Tried(**{**one, "geometry": shapes[one["geometry"]], "loss": loss})
+
+        try:
+            return cls(
+                plan=PrivacyPlan.from_dict(record["plan"]),
+                optimizer=record["optimizer"],
+                learning_rate=record["learning_rate"],
+                harm=record["harm"],
+                geometry=shapes[record["geometry"]],
+                finish=ends[record["finish"]],
+                batches=tuple(BatchOption(**one) for one in record["batches"]),
+                norms=tuple(record["norms"]),
+                start=StartState(**record["start"]),
+                tried=tuple(tried(one) for one in record["tried"]),
+                rehearsed_steps=record["rehearsed_steps"],
+                forecast={name: Forecast(**one) for name, one in record["forecast"].items()},
+                less_noise=dict(record["less_noise"]),
+                seconds_per_row=record["seconds_per_row"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"Not an advice: {error!r}.") from error
+
     def __str__(self) -> str:
         return "\n".join(f"{name}: {text}" for name, text in in_words(self).items())
 
