@@ -108,7 +108,7 @@ def test_the_clip_norm_is_a_quantile(advice: hs.study.Advice, monkeypatch: pytes
 
 def test_a_start_that_is_right_about_most_rows_has_no_clip_norm_of_zero() -> None:
     norms = torch.tensor([0.0, 0.0, 0.0, 5.0, 5.0])
-    assert module._clip_norm(norms, hs.Finish()) == pytest.approx(0.5)
+    assert module.clip_norm(norms, hs.Finish()) == pytest.approx(0.5)
 
 
 def test_a_network_gets_more_steps_than_a_linear_model() -> None:
