@@ -133,6 +133,16 @@ def test_private_rows_are_not_evaluated(tmp_path: Path) -> None:
         made.evaluate(private)
 
 
+@pytest.mark.parametrize("name", ["eval_dataset", "public_dataset"])
+def test_private_rows_behind_a_collator_are_recognised(name: str, tmp_path: Path) -> None:
+    private = sentences(200, 0)
+    with pytest.raises(ConfigError, match=f"given as {name}"):
+        trainer(tmp_path, train_dataset=private, data_collator=transformers.default_data_collator, **{name: private})
+    made = trainer(tmp_path, train_dataset=private, data_collator=transformers.default_data_collator)
+    with pytest.raises(ConfigError, match="must be public"):
+        made.evaluate(private.select(range(10)))
+
+
 def test_callbacks_are_told_of_released_values(tmp_path: Path) -> None:
     events: list[tuple[str, int]] = []
 

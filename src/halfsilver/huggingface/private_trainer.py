@@ -135,7 +135,9 @@ class PrivateTrainer:
         check_arguments(args)
         self.model, self.args, self.processing_class = model, args, processing_class
         self._collate, self._ledger = data_collator, ledger
-        self._public, self._eval = self._rows(public_dataset), self._rows(eval_dataset)
+        self._given = train_dataset if isinstance(train_dataset, PrivateData) else PrivateData(train_dataset)
+        self._public = self._public_rows("public_dataset", public_dataset)
+        self._eval = self._public_rows("eval_dataset", eval_dataset)
         self._private = self._rows(train_dataset)
         if self._public is None and self._eval is not None and not isinstance(train_dataset, PrivateData):
             # The shapes of private records come from a public one.
@@ -186,7 +188,7 @@ class PrivateTrainer:
         Raises:
             ConfigError: There are no rows, or they are private.
         """
-        rows = self._eval if eval_dataset is None else self._rows(eval_dataset)
+        rows = self._eval if eval_dataset is None else self._public_rows("eval_dataset", eval_dataset)
         if rows is None:
             raise ConfigError("Expected eval_dataset, public rows to evaluate on.")
         found = {f"eval_{name}": value for name, value in self.trainer.evaluate(rows).items()}
@@ -216,6 +218,12 @@ class PrivateTrainer:
         if strategy == "epoch" or not steps:
             return max(1, round(1 / self.plan.sampling_rate))
         return max(1, round(steps * self.plan.steps if steps < 1 else steps))
+
+    def _public_rows(self, name: str, rows: Any) -> Any:
+        """As the model takes them. Private ones are refused here, because behind a collator nobody recognises them."""
+        if rows is not None and self._given.shares_rows_with(rows):
+            raise ConfigError(f"The private data were given as {name}, which must be public. Use other rows.")
+        return self._rows(rows)
 
     def _rows(self, rows: Any) -> Any:
         if isinstance(rows, PrivateData):
