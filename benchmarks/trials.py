@@ -5,8 +5,8 @@ r"""Six kinds of user follow the pages in a fresh environment: minutes, lines ty
     python -m benchmarks.trials --python ENV/bin/python --out FILE
 
 Each user types the code blocks of one page, from the top, into one session: Python, and commands of a shell in between.
-Lines that install something are left out of the time. A line is one that is neither empty nor a comment. What appears
-on stderr besides progress is kept.
+Blocks that install something, or make the figures of the page, are left out. A line is one that is neither empty nor a
+comment. What appears on stderr besides progress is kept. What FILE has of other users is kept, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from halfsilver.runs.folder import versions, write_json
+from halfsilver.runs.folder import read_json, versions, write_json
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -32,6 +32,7 @@ PAGES = {
     "custodian": "docs/custodian.md",
     "engineer with torchrun": "examples/distributed.py",
 }
+_NOT_TYPED = ("pip install", "-m benchmarks", "-m tools")  # the last two make figures of the pages, in a checkout
 _BLOCK = re.compile(r"^```(python|bash)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 # One session: Python blocks share their names, and commands run in between.
@@ -51,7 +52,7 @@ def typed(page: Path) -> list[tuple[str, str]]:
     if page.suffix == ".py":
         return [("bash", f"torchrun --nproc-per-node 2 {page}")]
     found = [(block[1], block[2]) for block in _BLOCK.finditer(page.read_text(encoding="utf-8"))]
-    return [(language, text) for language, text in found if "pip install" not in text]
+    return [(language, text) for language, text in found if not any(word in text for word in _NOT_TYPED)]
 
 
 def lines(page: Path, blocks: list[tuple[str, str]]) -> int:
@@ -91,7 +92,8 @@ def main() -> None:
     chosen = {who: page for who, page in PAGES.items() if args.only in (None, who)}
     found = {who: trial(args.python.absolute(), ROOT / page) for who, page in chosen.items()}
     if args.out:
-        write_json(args.out, {"trials": found, "versions": versions()})
+        kept = read_json(args.out)["trials"] if args.out.exists() else {}
+        write_json(args.out, {"trials": {**kept, **found}, "versions": versions()})
     print(json.dumps(found, indent=1))
 
 
