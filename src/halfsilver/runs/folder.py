@@ -46,11 +46,6 @@ class RunFolder:
         self.attendance = self.path / "attendance"
         self.ledger = self.path / "ledger.jsonl"
 
-    def digests(self) -> dict[str, str]:
-        """SHA-256 of what a run leaves for good, by name: its checkpoint and its metrics."""
-        files = (file for file in (self.checkpoint, self.metrics) if file.exists())
-        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder and keep other writers out of it."""
