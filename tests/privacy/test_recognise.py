@@ -18,6 +18,7 @@ import halfsilver as hs
 from halfsilver.errors import ConfigError
 from halfsilver.federated import InProcess, LocalTraining, PrivateUsers, TensorUsers
 from halfsilver.mirror import PublicLoss
+from halfsilver.privacy.collated import Collated
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.recognise import shares_rows
 
@@ -223,6 +224,15 @@ def test_rows_of_tables_meet_where_sets_of_their_numbers_do(
     parts = [table.select(range(rows)) if pick is None else table.select(pick) for pick in chosen]
     mine, theirs = (set(range(rows)) if pick is None else set(pick) for pick in chosen)
     assert shares_rows(*parts) == bool(mine & theirs)
+
+
+def test_rows_behind_a_collator_are_recognised() -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"a": list(range(10))})
+    mine, theirs = (Collated(table.select(rows), lambda rows: {}) for rows in (range(5), range(4, 9)))
+    assert shares_rows(mine, theirs)
+    assert shares_rows(mine, table)
+    assert not shares_rows(mine, Collated(table.select(range(5, 10)), lambda rows: {}))
 
 
 def test_a_large_table_is_recognised_without_reading_its_rows() -> None:

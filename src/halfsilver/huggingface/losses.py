@@ -87,8 +87,7 @@ def loss_of(model: Any) -> LossFn:
     Raises:
         ConfigError: The class is of another kind. Write the loss yourself.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    name = type(inner).__name__
+    name = type(base_model(model)).__name__
     for endings, loss in _BY_NAME:
         if name.endswith(endings):
             return loss
@@ -101,6 +100,11 @@ _BY_NAME: list[tuple[tuple[str, ...], LossFn]] = [
     (("ForMaskedLM", "ForTokenClassification"), token_loss),
     (("ForSequenceClassification", "ForImageClassification", "ForAudioClassification"), sequence_loss),
 ]
+
+
+def base_model(model: Any) -> Any:
+    """The model of `transformers` inside an adapter of PEFT, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _over_tokens(logits: Tensor, labels: Tensor) -> Tensor:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import nn
 
 from halfsilver._core.tensors import LossFn
 from halfsilver.errors import ConfigError, require
-from halfsilver.huggingface.losses import causal_loss, loss_of
+from halfsilver.huggingface.losses import base_model, causal_loss, loss_of
 from halfsilver.mirror import Euclidean, MirrorMap
 from halfsilver.mirror.geometry import Geometry
 from halfsilver.mirror.rows import PublicRows
+from halfsilver.privacy.collated import Collated
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.ledger import Ledger
@@ -63,21 +63,6 @@ class Privacy:
     population: int
     unit: Literal["example", "user"] = "example"
     spare_steps: int = 0
-
-
-@final
-class _Collated(Dataset[Any]):
-    """Rows as a data collator makes them, one at a time: nothing of a row depends on others."""
-
-    def __init__(self, rows: Any, collate: Any) -> None:
-        self._rows, self._collate = rows, collate
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        made = self._collate([self._rows[int(index)]])
-        return {name: torch.as_tensor(values)[0] for name, values in made.items()}
 
 
 @final
@@ -220,7 +205,7 @@ class PrivateTrainer:
         return max(1, round(steps * self.plan.steps if steps < 1 else steps))
 
     def _public_rows(self, name: str, rows: Any) -> Any:
-        """As the model takes them. Private ones are refused here, because behind a collator nobody recognises them."""
+        """As the model takes them. Private ones are refused here, before anything is evaluated."""
         if rows is not None and self._given.shares_rows_with(rows):
             raise ConfigError(f"The private data were given as {name}, which must be public. Use other rows.")
         return self._rows(rows)
@@ -231,7 +216,7 @@ class PrivateTrainer:
             return rows
         if self.args.remove_unused_columns and hasattr(rows, "select_columns"):
             rows = _used(rows, self.model)
-        return rows if self._collate is None or rows is None else _Collated(rows, self._collate)
+        return rows if self._collate is None or rows is None else Collated(rows, self._collate)
 
 
 def check_arguments(args: Any) -> None:
@@ -254,8 +239,7 @@ def check_arguments(args: Any) -> None:
 
 def _used(table: Any, model: nn.Module) -> Any:
     """The columns that the model takes, and labels, as `transformers` keeps them."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    takes = inspect.signature(inner.forward).parameters
+    takes = inspect.signature(base_model(model).forward).parameters
     if "labels" not in table.column_names and "label" in table.column_names:
         table = table.rename_column("label", "labels")
     return table.select_columns([name for name in table.column_names if name in takes or name == "labels"])

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
+from halfsilver.privacy.collated import Collated
+
 # Beyond this many candidate solutions NumPy gives up; two arrays that might share memory then count as sharing it.
 _MOST_WORK = 1_000_000
 
@@ -86,7 +88,7 @@ def _overlap(a: Array, b: Array) -> bool:
 
 
 def _parts(data: Any) -> Iterator[_Part]:
-    if isinstance(data, DataLoader):
+    if isinstance(data, DataLoader | Collated):
         yield from _parts(data.dataset)
     elif isinstance(data, ConcatDataset):
         for inner in data.datasets:

@@ -125,8 +125,9 @@ def public_clip_norm(problem: Problem, recipe: Recipe, *, folder: Path, tell: Te
         make_start(problem, recipe, SEED, start)
         model = new_model(problem, SEED)
         load_start(model, start)
-        _, held_out = held_out_rows(len(PublicRows(problem.public)), recipe.pretrain.holdout, SEED)
-        norms, _ = gradient_norms(model, problem.loss_fn, PublicRows(rows_at(problem.public, held_out)))
+        seen, held_out = held_out_rows(len(PublicRows(problem.public)), recipe.pretrain.holdout, SEED)
+        rows = rows_at(problem.public, held_out if len(held_out) else seen)  # of fewer than six rows none is held out
+        norms, _ = gradient_norms(model, problem.loss_fn, PublicRows(rows))
         found = clip_norm(norms, finish=None) or 1.0
         tell(f"clip norm {found:.3g}, from {len(norms)} held-out public rows")
         write_json(file, {"max_grad_norm": float(f"{found:.3g}"), "rows": len(norms)})
