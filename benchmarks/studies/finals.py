@@ -4,7 +4,8 @@
 
 The record names task, recipe and epsilon, and has the figures on held-out public rows of each setting that was tried.
 Its `score` decides (default: the loss). The runs are those of `halfsilver compare` at these settings, and whatever lies
-in DIR is not run again. `--curve-points 0` draws no curves, which take long on many test rows.
+in DIR is not run again. `--curve-points 0` draws no curves, which take long on many test rows. `--only 2` runs that seed
+alone, and the others in a later call.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", type=int, help="one seed, below --seeds")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--curve-points", type=int, default=CURVE_POINTS)
     parser.add_argument("--data", type=Path, default=os.environ.get("HALFSILVER_DATA"))
@@ -67,7 +69,7 @@ def main() -> None:
     args = parser.parse_args()
     points = args.curve_points
     study = finals(read_json(args.record), seeds=args.seeds, data=args.data, out=args.out, curve_points=points)
-    summary = study.go(workers_count=args.workers, tell=lambda text: print(text, flush=True))
+    summary = study.go(workers_count=args.workers, tell=lambda text: print(text, flush=True), only=args.only)
     print(json.dumps(summary.to_json()["verdict"], indent=1))
 
 

@@ -96,7 +96,11 @@ def test_seeds_can_be_added_and_none_left_out(finished: Any, tmp_path: Path, mon
     more = request(search="paper search", seeds={"public": 2, "cold": 1, "warm": 3, "pda": 2})
     Study(folder=folder, request=more, source=lambda: own).go()
     assert made == ["start", ("warm", 2)]
-    with pytest.raises(ConfigError, match="seeds of warm=2 at least 3"):
+    made.clear()
+    four = request(search="paper search", seeds={"public": 2, "cold": 1, "warm": 5, "pda": 2})
+    Study(folder=folder, request=four, source=lambda: own).go(only=4)
+    assert made == ["start", ("warm", 4)]  # and not the seeds between
+    with pytest.raises(ConfigError, match="seeds of warm=2 at least 5"):
         Study(folder=folder, request=request(search="paper search"), source=lambda: own).go()
 
 

@@ -107,16 +107,16 @@ class Study:
         """That of the private data where they have one; else the study's own."""
         return self.data_ledger or self.folder / "ledger.jsonl"
 
-    def go(self, *, workers_count: int = 1, tell: Tell = lambda text: None) -> Summary:
-        """Do what is missing and return the summary."""
+    def go(self, *, workers_count: int = 1, tell: Tell = lambda text: None, only: int | None = None) -> Summary:
+        """Do what is missing, of all seeds or of one, and return the summary."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with system.lock_file(self.folder / ".lock", blocking=False), workers(workers_count) as pool:
             self._claim()
-            do_all(pool, self.start, self._missing_starts(), tell)
+            do_all(pool, self.start, [s for s in self._missing_starts() if s[1] or only in (None, s[0])], tell)
             while missing := self._missing_trials():
                 do_all(pool, self.try_setting, missing, tell)
             self._choose(tell)
-            do_all(pool, self.run, self._missing_runs(), tell)
+            do_all(pool, self.run, [arm for arm in self._missing_runs() if only in (None, arm[1])], tell)
             summary = self.summary()
             write_json(self.folder / "summary.json", summary.to_json())
             return summary
