@@ -11,6 +11,10 @@ temperature from the same held-out rows, and scored on the test rows before and 
 learning rate was searched by private runs, for which that epsilon does not pay. With `--hand`, such a run is trained
 here, with the settings of the recipe and this learning rate. Starts, runs and a ledger are kept in DIR, and a command
 that was killed resumes where it was.
+
+`--advice FILE` takes the advice of another seed, as a study does for all its seeds. `--all-users` trains from a start
+that has seen the held-out users too, as the recipe by hand does. They are held out for the advice alone, and no user is
+left for a temperature.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any
 
 import halfsilver as hs
 from benchmarks.studies.finish import scores, train
+from halfsilver.errors import require
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.users import pooled
 from halfsilver.runs.folder import read_json, versions, write_json
@@ -51,6 +56,8 @@ def advised(
     out: Path,
     data: Path,
     hand: float | None,
+    given: Path | None = None,
+    all_users: bool = False,
 ) -> dict[str, Any]:
     """Advice, the advised run, and its figures."""
     set_aside = {} if recipe.local else {"validation": 0}  # users are set aside by a hash of their names
@@ -61,7 +68,7 @@ def advised(
     folder = out / f"{task}-eps{epsilon:g}-seed{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    kept = folder / "advice.json"
+    kept = given or folder / "advice.json"
     if not kept.exists():
         advice = advise_problem(
             problem,
@@ -78,21 +85,24 @@ def advised(
     known, unknown = parts(problem, recipe, seed)
     by_user = problem.public_users is not None
     public, held_out = (pooled(known), pooled(unknown)) if by_user else (known, unknown)
+    if all_users:
+        require(by_user, "--all-users", task, "a task whose records are users")
+        start, public = out / "start" / f"all-seed-{seed}.safetensors", problem.public
+        make_start(problem, recipe, seed, start)
     first, model = (new_model(problem, seed) for _ in range(2))
     for one in (first, model):
         load_start(one, start)
     trainer = advice.trainer(model, problem.loss_fn, metrics=problem.metrics, performance=precision(recipe))
     private = private_side(problem, recipe)
     trainer.fit(private, public, run_dir=folder / "run", ledger=out / "ledger.jsonl", delta=delta)
-    done = hs.Finish().fit(model, problem.loss_fn, held_out)
-    results: dict[str, Any] = {
-        "start": scores(first, problem),
-        "advised": scores(model, problem),
-        "advised and finished": {**scores(done.model, problem), "temperature": done.temperature},
-    }
+    results: dict[str, Any] = {"start": scores(first, problem), "advised": scores(model, problem)}
+    ended, name = model, "advised"
+    if not all_users:
+        done = hs.Finish().fit(model, problem.loss_fn, held_out)
+        ended, name = done.model, "advised and finished"
+        results[name] = {**scores(ended, problem), "temperature": done.temperature}
     if by_user:  # as the forecast has it; the others are means over words
-        by_sentence = replace(problem, test=problem.test[:2])
-        results["advised and finished, by sentence"] = scores(done.model, by_sentence)
+        results[f"{name}, by sentence"] = scores(ended, replace(problem, test=problem.test[:2]))
     if hand is not None:
         results |= _trained_by_hand(problem, recipe, epsilon, delta, seed, folder, start, out, hand)
     return {
@@ -102,7 +112,7 @@ def advised(
         "epsilon": epsilon,
         "delta": delta,
         "seed": seed,
-        "held_out": len(PublicRows(held_out)),
+        "held_out": 0 if all_users else len(PublicRows(held_out)),
         "versions": versions(),
         "advice": {**advice.to_json(), "seconds": seconds, "norms": len(advice.norms)},
         "by hand": _by_hand(task, epsilon, seed),
@@ -165,12 +175,25 @@ def main() -> None:
     parser.add_argument("--holdout", type=float, help="share of public rows to hold out, if not that of the recipe")
     parser.add_argument("--pretrain-epochs", type=int, help="length of pretraining, if not that of the recipe")
     parser.add_argument("--hand", type=float, help="also train by hand, with this learning rate")
+    parser.add_argument("--advice", type=Path, help="advice.json of another seed")
+    parser.add_argument("--all-users", action="store_true", help="start from all public users, after the advice")
     args = parser.parse_args()
     recipe, more = load(args.task, args.recipe)
     given = {"holdout": args.holdout, "epochs": args.pretrain_epochs}
     pretrain = replace(recipe.pretrain, **{name: value for name, value in given.items() if value is not None})
     recipe = replace(recipe, pretrain=pretrain)
-    record = advised(args.task, recipe, more, args.epsilon, args.seed, args.out, args.data, args.hand)
+    record = advised(
+        args.task,
+        recipe,
+        more,
+        args.epsilon,
+        args.seed,
+        args.out,
+        args.data,
+        args.hand,
+        given=args.advice,
+        all_users=args.all_users,
+    )
     write_json(args.out / f"{args.task}-eps{args.epsilon:g}-seed{args.seed}.json", record)
     print(json.dumps({"by hand": record["by hand"], **record["results"]}))
 
