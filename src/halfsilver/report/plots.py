@@ -10,7 +10,7 @@ from typing import Any
 
 from halfsilver.errors import MissingExtra
 from halfsilver.runs.folder import read_json
-from halfsilver.study.method import COLD, PDA, PUBLIC, REGISTERED, WARM, Method
+from halfsilver.study.method import COLD, PDA, PUBLIC, REGISTERED, WARM, WHITENED, Method
 
 # By CSS variable, in the order of the methods. The first four are told apart by lightness too, so by those who do not
 # see red and green apart, and on paper.
@@ -76,11 +76,11 @@ def saved(figure: Any, path: Path) -> Path:
 
 
 def linreg_figures(rows: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
-    """The paper's two figures (cold and warm; warm and pda), and the gain against the spread of the Hessian."""
+    """The paper's two figures (cold and warm; warm, pda and whitened), and the gain against the Hessian's spread."""
     with style():
         return [
             _against_dimension(rows, (COLD, WARM), out / "cold-warm.png"),
-            _against_dimension(rows, (PUBLIC, WARM, PDA), out / "warm-pda.png"),
+            _against_dimension(rows, (PUBLIC, WARM, PDA, WHITENED), out / "warm-pda.png"),
             _gain_against_spread(rows, out, out / "gain-spread.png"),
         ]
 
