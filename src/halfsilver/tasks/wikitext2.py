@@ -29,7 +29,12 @@ UNKNOWN = "<unk>"
 PAPER_VOCAB = "paper_vocab: the vocabulary was counted on private text"
 
 Piece = list[str]  # LENGTH + 1 words
-PublicSource = Literal["split", "ood"]
+PublicSource = Literal["split", "ood", "both"]
+_PUBLIC_TEXT: dict[str, str] = {
+    "split": "the public part of the split",
+    "ood": "other Wikipedia articles and the Brown corpus",
+    "both": "other Wikipedia articles, the Brown corpus, and the public part of the split",
+}
 
 
 def problem(
@@ -45,16 +50,17 @@ def problem(
 
     The vocabulary is that of the public text, or with ``paper_vocab=True`` of all training text, as in the paper; that
     looks at private words, is outside the guarantee, and is stamped. With ``public_source="ood"`` the public text is
-    other Wikipedia articles and the Brown corpus, and every training sequence that is not set aside is private.
+    other Wikipedia articles and the Brown corpus, and every training sequence that is not set aside is private. With
+    ``public_source="both"`` that text comes before the public part of the split.
     """
-    require(public_source in ("split", "ood"), "public_source", public_source, "to be 'split' or 'ood'")
+    require(public_source in _PUBLIC_TEXT, "public_source", public_source, f"in {tuple(_PUBLIC_TEXT)}")
     other = public_source == "ood"
     require(not (other and public), "public", public, "None with public_source='ood', which has its own public text")
     train = _read(data, "wikitext-2/wiki.train.tokens", files.WIKITEXT)
     share = public_share(len(train)) if public is None else public
     split = Split(seed=seed, public=0 if other else share, validation=validation)
     parts = split.parts(len(train))
-    known = _other_text(data) if other else _chosen(train, parts.public)
+    known = [*([] if public_source == "split" else _other_text(data)), *_chosen(train, parts.public)]
     ids = vocabulary(train if paper_vocab else known)
     test = encode(_read(data, "wikitext-2/wiki.test.tokens", files.WIKITEXT), ids)
     about = {"vocabulary_words": len(ids), "public_rows": len(known), "test_rows": len(test[0])}
@@ -66,7 +72,7 @@ def problem(
         validation=encode(_chosen(train, parts.validation), ids) if validation else None,
         test=test,
         population=len(parts.private),
-        about={**_about(paper_vocab, other), **about, "split": split.about(len(train))},
+        about={**_about(paper_vocab, public_source), **about, "split": split.about(len(train))},
     )
 
 
@@ -124,11 +130,11 @@ def _other_text(data: Path) -> list[Piece]:
     return [*wikipedia, *_read(data, "brown/brown.tokens", files.BROWN)]
 
 
-def _about(paper_vocab: bool, other: bool) -> dict[str, Any]:
+def _about(paper_vocab: bool, public_source: PublicSource) -> dict[str, Any]:
     return {
         "data": "WikiText-2",
         "sequences": "35 words of a line, each with the next word as target; the rest of a line is dropped",
-        "public_text": "other Wikipedia articles and the Brown corpus" if other else "the public part of the split",
+        "public_text": _PUBLIC_TEXT[public_source],
         "vocabulary": "counted on all training text" if paper_vocab else "counted on public text",
         "stamps": [PAPER_VOCAB] if paper_vocab else [],
     }
