@@ -26,6 +26,7 @@ from halfsilver._core.tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.errors import BudgetExceeded, ConfigError, PrivateDataError, require
 from halfsilver.mirror import Clock, Euclidean, Geometry, MirrorMap, PretrainResult, PublicLoss, Step, pretrain
 from halfsilver.mirror.base import as_map, described
+from halfsilver.mirror.centre import Centre
 from halfsilver.mirror.geometry import Shaped
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
@@ -153,6 +154,8 @@ class Trainer:
         mirror: How public data enter the step (default: `Euclidean()`, not at all).
         geometry: Coordinates, made from public rows, in which gradients are clipped and noise is added (default: those
             of the model's own weights). See `Whitened`. The model has its own layers again when `fit` ends.
+        centre: Clip the updates of users around that of public users (default: around zero). See
+            `halfsilver.federated.Centre`. Needs an engine and `PublicUsers`.
         public_loss_fn: The loss on public rows, where these differ in form from private ones (default: `loss_fn`).
         public_batch_size: Public rows per step, at least 1 (default: all of them). Set it if there are many.
         scheduler: A learning-rate scheduler of `optimizer`; it steps after each update.
@@ -203,6 +206,7 @@ class Trainer:
     plan: PrivacyPlan
     mirror: MirrorMap = field(default_factory=Euclidean)
     geometry: Geometry | None = None
+    centre: Centre | None = None
     public_loss_fn: LossFn | None = None
     public_batch_size: int | None = None
     scheduler: LRScheduler | None = None
@@ -639,7 +643,9 @@ class Trainer:
             known = alike and alike.rows.batch(torch.arange(min(_PROBE_ROWS, len(alike.rows))), self._device)
         if isinstance(private, Engine):
             run |= {"public_rows": known, "step": lambda: self._state.step, "folder": session.folder.attendance}
+            run |= {"centre": None if self.centre is None else self.centre.around(psi)}
             return UserUpdates(self.model, self.loss_fn, private, self.plan, **run)
+        require(self.centre is None, "centre", self.centre, "None, unless users train behind an engine")
         if alike is not None:
             self._public_example = alike.rows.example()
         public_rows = psi.rows.batches() if psi and self.skip_public_copies and not session.finished else ()
@@ -734,6 +740,7 @@ class Trainer:
             # Only if it is not the default, so that run folders without it can still be opened.
             **({} if self.skip_public_copies else {"skip_public_copies": False}),
             **({} if self.geometry is None else {"geometry": repr(self.geometry)}),
+            **({} if self.centre is None else {"centre": repr(self.centre)}),
             **({"about": dict(self.about)} if self.about else {}),
             **({} if self.performance.trusted is None else {"backend": self.performance.trusted}),
         }

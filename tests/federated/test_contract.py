@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfsilver._core.tensors import flatten, take_rows
-from halfsilver.federated import Engine, InProcess, Round, Workers, local_update
+from halfsilver.federated import Engine, InProcess, Round, WithCentre, Workers, local_update
 from tests.federated.flower_grid import FakeGrid, asked, nodes, server_process, strategy, total
 from tests.federated.helpers import LOCAL, columns, users
 
@@ -46,17 +46,21 @@ def one_by_one(round: Round) -> Tensor:
     for user in round.users.tolist():
         own = take_rows(rows, slice(6 * user, 6 * user + 6))
         update = flatten(local_update(round.model, round.loss_fn, own, LOCAL)).double()
+        update -= 0 if round.centre is None else flatten(round.centre).double()
         sums += update * min(1.0, round.max_grad_norm / float(update.norm()))
     return sums
 
 
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("drawn", [[0, 3, 4, 19], [*range(20)], []], ids=["some", "all", "nobody"])
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
-def test_a_round_is_the_sum_of_clipped_updates(make: Make, drawn: list[int], tmp_path: Path) -> None:
+def test_a_round_is_the_sum_of_clipped_updates(make: Make, drawn: list[int], centred: bool, tmp_path: Path) -> None:
     """To 1e-3 of a clip norm a user, the margin of the fold; the same again, and the model is left as it was."""
-    round = asked(drawn, max_grad_norm=0.12)
+    centre = [torch.full((3, 6), 0.01), torch.full((3,), -0.03)] if centred else None
+    round = asked(drawn, max_grad_norm=0.12, centre=centre)
     weights = flatten(list(round.model.parameters())).detach().clone()
     with make(tmp_path) as engine:
+        assert isinstance(engine, WithCentre)
         assert engine.population == 20
         found = total(engine, round)
         assert float((found - one_by_one(round)).norm()) <= 1e-3 * 0.12 * len(drawn)

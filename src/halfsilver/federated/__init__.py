@@ -11,6 +11,7 @@ References:
 """
 
 from halfsilver._core.local_training import LocalTraining
+from halfsilver.mirror.centre import Centre
 from halfsilver.mirror.users import PublicUsers
 from halfsilver.privacy.users import (
     Contribution,
@@ -22,6 +23,7 @@ from halfsilver.privacy.users import (
     SqliteUsers,
     TensorUsers,
     UserStore,
+    WithCentre,
     WithPresence,
     Workers,
     local_update,
@@ -29,6 +31,7 @@ from halfsilver.privacy.users import (
 )
 
 __all__ = [
+    "Centre",
     "Contribution",
     "Engine",
     "InProcess",
@@ -40,6 +43,7 @@ __all__ = [
     "SqliteUsers",
     "TensorUsers",
     "UserStore",
+    "WithCentre",
     "WithPresence",
     "Workers",
     "local_update",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfsilver._core.averaging import copy_to
@@ -72,6 +73,11 @@ class PublicUsers(PublicLoss):
         self._cohort = min(cohort or len(users), len(users))
 
     @property
+    def users(self) -> Sequence[Batch]:
+        """The rows of each public user."""
+        return self._users
+
+    @property
     def sources(self) -> list[Any]:
         return [*super().sources, *self._users]
 
@@ -94,6 +100,21 @@ class PublicUsers(PublicLoss):
                 torch._foreach_add_(total, update, alpha=1 / self._cohort)
         return total
 
+    def alignment(self) -> float:
+        """How far the updates of the users point the same way, in [0, 1], at the model's own parameters.
+
+        Returns:
+            The length of the mean update over the root mean square of the lengths. The first is computed from pairs of
+            different users, so it needs at least two.
+        """
+        live = trainable(self.model)
+        total, sizes = [torch.zeros_like(p) for p in live], []
+        with own_randomness(derive_seed(self.seed, 0), [live[0].device]):
+            for update in map(self._update, self._users):
+                torch._foreach_add_(total, update)
+                sizes.append(norm(update))
+        return alignment(torch.tensor(sizes), total)
+
     def _update(self, rows: Batch) -> Tensors:
         params, order = trainable(self.model), torch.randperm(batch_rows(rows))
         shuffled = map_batch(lambda t: t[order].to(params[0].device), rows)
@@ -108,3 +129,14 @@ class PublicUsers(PublicLoss):
 def pooled(users: Sequence[Batch]) -> Batch:
     """All rows of all users, one user after the other."""
     return pytree.tree_map(lambda *columns: torch.cat(columns), users[0], *users[1:])
+
+
+def alignment(sizes: Tensor, totals: Sequence[Tensor]) -> float:
+    """|mean g| / sqrt(mean |g|^2) of at least two vectors, from their norms and their sum.
+
+    The numerator is a mean over pairs of different vectors, so that few do not look aligned by chance. It is 0 where
+    that mean is negative.
+    """
+    count, squares = len(sizes), float(sizes.double().square().sum())
+    pairs = (sum(float(t.double().square().sum()) for t in totals) - squares) / (count * (count - 1))
+    return math.sqrt(min(1.0, max(0.0, pairs) / (squares / count))) if squares else 0.0

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from halfsilver.report.plots import INK, PALETTE
 from halfsilver.study.method import REGISTERED, in_order
 
-_LINES = (("--", ""), ("-.", "o"), ("-", "s"), ("-", "^"), ("--", "v"), (":", "P"), ("-.", "X"), ("-", "*"))
+_LINES = (
+    ("--", ""), ("-.", "o"), ("-", "s"), ("-", "^"), ("--", "v"),
+    (":", "P"), ("-.", "X"), ("-", "*"), ("--", "D"), (":", "h"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

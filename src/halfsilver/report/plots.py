@@ -23,6 +23,8 @@ PALETTE = {
     "arm-6": "#7d4fa8",
     "arm-7": "#8c5a2b",
     "arm-8": "#0f8b8d",
+    "arm-9": "#b5477d",
+    "arm-10": "#5f6b2f",
 }
 COLOURS = dict(zip(REGISTERED, PALETTE.values(), strict=False))
 INK = "#24292f"

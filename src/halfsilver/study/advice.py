@@ -20,10 +20,11 @@ from halfsilver._core.random import own_randomness
 from halfsilver._core.tensors import Batch, LossFn, eval_mode, norm, take_rows, trainable
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror import Finish, Geometry, Whitened
+from halfsilver.mirror.centre import saved
 from halfsilver.mirror.finish import FEWEST_ROWS, Calibrated
 from halfsilver.mirror.rows import PublicRows
 from halfsilver.mirror.schedules import falling
-from halfsilver.mirror.users import PublicUsers
+from halfsilver.mirror.users import PublicUsers, alignment
 from halfsilver.privacy.gradients.base import row_norms
 from halfsilver.privacy.gradients.vmap import Vmap
 from halfsilver.privacy.plan import PrivacyPlan
@@ -436,7 +437,7 @@ def update_norms(model: nn.Module, loss_fn: LossFn, users: Users) -> tuple[Tenso
     """
     each = [PublicUsers(model, loss_fn, [rows], users.local).gradient(step=0) for rows in users.users]
     sizes = torch.stack([torch.tensor(norm(update), dtype=torch.float64) for update in each])
-    return sizes, _alignment(sizes, [torch.stack(tensors).sum(0) for tensors in zip(*each, strict=True)])
+    return sizes, alignment(sizes, [torch.stack(tensors).sum(0) for tensors in zip(*each, strict=True)])
 
 
 def gradient_norms(model: nn.Module, loss_fn: LossFn, rows: PublicRows) -> tuple[Tensor, float]:
@@ -463,14 +464,7 @@ def gradient_norms(model: nn.Module, loss_fn: LossFn, rows: PublicRows) -> tuple
             norms.append(row_norms(each))
             totals = [total + one.sum(0) for total, one in zip(totals, each, strict=True)]
     sizes = torch.cat(norms).double()
-    return sizes, _alignment(sizes, totals)
-
-
-def _alignment(sizes: Tensor, totals: Sequence[Tensor]) -> float:
-    """From the norms of single gradients, and their sum."""
-    count, squares = len(sizes), float(sizes.square().sum())
-    pairs = (sum(float(t.double().square().sum()) for t in totals) - squares) / (count * (count - 1))
-    return math.sqrt(max(0.0, pairs) / (squares / count)) if squares else 0.0
+    return sizes, alignment(sizes, totals)
 
 
 @dataclass(frozen=True)
@@ -764,8 +758,9 @@ def _about_start(start: StartState) -> str:
         parts.append("It has learnt its public rows by heart: a better start would help most.")
     if start.temperature is not None and start.temperature > 1.2:
         parts.append(f"It is too confident (temperature {start.temperature:.2f}): finish with hs.Finish().")
-    saved = 1 - math.sqrt(max(0.0, 1 - start.alignment**2))
-    parts.append(f"A clip centre at the public gradient would save {100 * saved:.2g} % of the clip norm.")
+    parts.append(
+        f"A clip centre at the public gradient would save {100 * saved(start.alignment):.2g} % of the clip norm."
+    )
     return " ".join(parts)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 from halfsilver.errors import ConfigError, require
 from halfsilver.mirror import Bregman, Euclidean, FallBack, Finish, FirstOrder, Geometry, MirrorMap, Whitened, cosine
 from halfsilver.mirror.base import described
+from halfsilver.mirror.centre import Centre
 from halfsilver.study.problem import Grid, Recipe, Setting
 
 Start = Literal["public", "random"]
@@ -93,6 +94,8 @@ class Method(Arm):
         effect: Words for what the pair shows and for the baseline, as in ("the mirror", "a warm start without it").
         geometry: Coordinates for the clip and the noise, made from public rows (default: those of the weights). A
             function of `Conditions` makes them depend on what the search tries, such as ``at.setting.damping``.
+        centre: Clip users' updates around that of public users (default: around zero). Only for tasks whose records are
+            users.
         mirror: The map that turns a released gradient into the optimizer's direction, after the noise. A function of
             `Conditions` makes the map depend on what the search tries, such as ``at.setting.alpha_end``.
         finish: A last step on public rows that pretraining held out, such as `Finish()` (default: none). The mirror and
@@ -113,6 +116,7 @@ class Method(Arm):
     """
 
     geometry: Geometry | Callable[[Conditions], Geometry] | None = None
+    centre: Centre | None = None
     mirror: MirrorMap | Callable[[Conditions], MirrorMap] = _PLAIN
     finish: Finish | None = None
     learning_rates: tuple[float, ...] = ()
@@ -216,6 +220,7 @@ class Method(Arm):
             "learning_rates": list(self.rates_in(recipe.grid)),
             "searches_alpha": self.searches_alpha,
             **({} if geometry is None else {"geometry": repr(geometry)}),
+            **({} if self.centre is None else {"centre": repr(self.centre)}),
             **({"dampings": list(self.dampings)} if self.dampings else {}),
             **({} if self.finish is None else {"finish": repr(self.finish)}),
         }
@@ -288,8 +293,17 @@ FINISHED = Method(
     effect=("the finish", "a warm start without it"),
 )
 
+CENTRED = Method(
+    name="centred",
+    centre=Centre(),
+    grid_row="warm",
+    against="warm",
+    description="warm, with users' updates clipped around that of public users",
+    effect=("the centre", "a warm start without it"),
+)
+
 METHODS = (PUBLIC, COLD, WARM, PDA)  # those of a study that names none; study.json says no more of them than the name
-REGISTERED: Mapping[str, Method] = {method.name: method for method in (*METHODS, GUARDED, WHITENED, FINISHED)}
+REGISTERED: Mapping[str, Method] = {method.name: method for method in (*METHODS, GUARDED, WHITENED, FINISHED, CENTRED)}
 NAMES = tuple(method.name for method in METHODS)
 
 

@@ -163,6 +163,7 @@ def make_trainer(model: nn.Module, problem: Problem, recipe: Recipe, job: Job, p
         plan=plan,
         mirror=mirror_of(recipe, job, plan),
         geometry=job.method.geometry_at(Conditions(setting=job.setting, recipe=recipe)),
+        centre=job.method.centre,
         public_loss_fn=public_loss_fn(problem, recipe),
         public_batch_size=recipe.public_batch_size,
         scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: falling(step / steps, recipe.lr_end)),

@@ -22,6 +22,7 @@ class Ahead(PublicLoss):
 
     def __init__(self, public: PublicLoss) -> None:
         vars(self).update(vars(public))
+        self.wraps = public
         self._public, self._thread = public, ThreadPoolExecutor(1, thread_name_prefix="public-gradient")
         self._begun: tuple[int, Future[Tensors]] | None = None
 

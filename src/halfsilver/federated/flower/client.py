@@ -18,7 +18,7 @@ from halfsilver._core.local_training import LocalTraining
 from halfsilver._core.tensors import LossFn, Tensors, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.federated.flower.keys import private_key, sign, statement
-from halfsilver.federated.flower.wire import MODEL, PROOF, TASK, UPDATE, fixed_part, from_record, to_record
+from halfsilver.federated.flower.wire import CENTRE, MODEL, PROOF, TASK, UPDATE, fixed_part, from_record, to_record
 from halfsilver.privacy.users import Fold, InProcess, PrivateUsers, Round
 
 KEY = "signing-key"  # in the node's configuration: the path of the key file that the node was started with
@@ -92,27 +92,27 @@ def answer(message: Message, context: Context, client: Client) -> Message:
     Raises:
         ConfigError: If the message is no such request, or if the server has another model.
     """
-    task, arrays = _request(message.content)
+    task, arrays, centre = _request(message.content)
     params, steps, nonce = trainable(client.model), int(task["step"]), bytes(task["nonce"])
-    values = from_record(arrays, params)
-    if values is None or task["fixed"] != fixed_part(client.model):
+    values, middle = from_record(arrays, params), None if centre is None else from_record(centre, params)
+    if values is None or (middle is None) != (centre is None) or task["fixed"] != fixed_part(client.model):
         raise ConfigError("Expected the server to have the same model. Frozen weights and buffers must agree too.")
     copy_to(params, values)
-    update = to_record(_sum(client, [int(u) for u in task["users"]], steps, float(task["clip"])))
+    update = to_record(_sum(client, [int(u) for u in task["users"]], steps, float(task["clip"]), middle))
     about = message.metadata
     said = statement(run=about.run_id, step=steps, node=about.dst_node_id, nonce=nonce, arrays=update)
     proof = ConfigRecord({"signature": sign(private_key(str(context.node_config[KEY])), said)})
     return Message(RecordDict({UPDATE: update, PROOF: proof}), reply_to=message)
 
 
-def _request(content: RecordDict) -> tuple[dict[str, Any], ArrayRecord]:
-    task, arrays = content[TASK], content[MODEL]
-    if not (isinstance(task, ConfigRecord) and isinstance(arrays, ArrayRecord)):
-        raise ConfigError("Expected a request of MirrorStrategy.")
-    return dict(task), arrays
+def _request(content: RecordDict) -> tuple[dict[str, Any], ArrayRecord, ArrayRecord | None]:
+    task, arrays, centre = content[TASK], content[MODEL], content.get(CENTRE)
+    if isinstance(task, ConfigRecord) and isinstance(arrays, ArrayRecord) and isinstance(centre, ArrayRecord | None):
+        return dict(task), arrays, centre
+    raise ConfigError("Expected a request of MirrorStrategy.")
 
 
-def _sum(client: Client, users: list[int], step: int, clip: float) -> Tensors:
+def _sum(client: Client, users: list[int], step: int, clip: float, centre: Tensors | None) -> Tensors:
     """Clip each user's update here, so that only a sum of several leaves the node.
 
     The sum leaves in float64, because rounding a long sum would move it by more than one user may. The update of a
@@ -126,6 +126,7 @@ def _sum(client: Client, users: list[int], step: int, clip: float) -> Tensors:
         users=torch.tensor(users, dtype=torch.int64),
         max_grad_norm=clip,
         seed=secrets.randbits(62),
+        centre=centre,
     )
     fold = Fold(params, clip)
     for contribution in engine.contributions(asked):

@@ -28,7 +28,7 @@ from halfsilver.federated.flower.enrolment import Enrolment
 from halfsilver.federated.flower.exchange import exchange, patiently
 from halfsilver.federated.flower.keys import fingerprint, public_key
 from halfsilver.federated.flower.replies import Asked, Gate
-from halfsilver.federated.flower.wire import MODEL, TASK, fixed_part, from_record, to_record
+from halfsilver.federated.flower.wire import CENTRE, MODEL, TASK, fixed_part, from_record, to_record
 from halfsilver.privacy.strategies import Correlated
 from halfsilver.privacy.users import Contribution, Round
 from halfsilver.runs.folder import read_json, write_json
@@ -195,8 +195,9 @@ class MirrorStrategy(Strategy):
             )
         self._fixed = fixed
         task = {**config, "step": asked.step, "clip": asked.max_grad_norm, "fixed": self._fixed}
+        records = {MODEL: arrays} | ({} if asked.centre is None else {CENTRE: to_record(asked.centre)})
         messages = [
-            self._request(nodes[member.fingerprint], users, arrays, task)
+            self._request(nodes[member.fingerprint], users, records, task)
             for member, users in self.enrolment.by_member(asked.users.tolist()).items()
             if member.fingerprint in nodes
         ]
@@ -205,11 +206,11 @@ class MirrorStrategy(Strategy):
         return messages
 
     def _request(
-        self, node: tuple[int, bytes], users: list[int], arrays: ArrayRecord, task: Mapping[str, Any]
+        self, node: tuple[int, bytes], users: list[int], records: Mapping[str, ArrayRecord], task: Mapping[str, Any]
     ) -> Message:
         assert self._gate is not None
         nonce = secrets.token_bytes(32)
-        content = RecordDict({MODEL: arrays, TASK: ConfigRecord({**task, "users": users, "nonce": nonce})})
+        content = RecordDict({**records, TASK: ConfigRecord({**task, "users": users, "nonce": nonce})})
         message = Message(content, node[0], MessageType.TRAIN, ttl=self.settings.round_seconds)
         run, key = message.metadata.run_id, public_key(node[1])
         self._gate.expect(Asked(node=node[0], run=run, step=task["step"], nonce=nonce, users=len(users), key=key))
@@ -282,6 +283,11 @@ class MirrorStrategy(Strategy):
         grid = self._reached()
         self._wait()
         return torch.tensor(self.enrolment.users_of(self._online(grid).keys()), dtype=torch.int64)
+
+    @property
+    def subtracts_centre(self) -> bool:
+        """Whether nodes subtract `Round.centre`: they do, and receive it with the model."""
+        return True
 
     def contributions(self, round: Round) -> Iterator[Contribution]:
         """Yield the contributions of the drawn users whose nodes answer in time.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfsilver._core.tensors import Tensors, trainable
 
-MODEL, TASK, UPDATE, PROOF = "model", "task", "update", "proof"  # records of a request, and of a reply
+MODEL, CENTRE, TASK, UPDATE, PROOF = "model", "centre", "task", "update", "proof"  # of a request, and of a reply
 _HEADER_BYTES = 4096
 
 

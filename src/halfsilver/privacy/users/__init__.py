@@ -1,6 +1,6 @@
 """Users who train on their own rows: the only code that sees these rows, or updates before the noise."""
 
-from halfsilver.privacy.users.engine import Contribution, Engine, InProcess, Round, WithPresence
+from halfsilver.privacy.users.engine import Contribution, Engine, InProcess, Round, WithCentre, WithPresence
 from halfsilver.privacy.users.fold import Fold
 from halfsilver.privacy.users.local import local_update
 from halfsilver.privacy.users.source import UserUpdates
@@ -21,6 +21,7 @@ __all__ = [
     "TensorUsers",
     "UserStore",
     "UserUpdates",
+    "WithCentre",
     "WithPresence",
     "Workers",
     "local_update",

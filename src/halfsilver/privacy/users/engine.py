@@ -29,6 +29,8 @@ class Round:
             Poisson sample of this round, or with correlated noise those who may take part, and may be empty.
         max_grad_norm: The clip norm of one user's update, above 0. It is fixed for the whole run.
         seed: A fresh number per round, for dropout and other randomness of local training.
+        centre: Public tensors, one per trainable parameter, which are subtracted from the update of each user before
+            anything clips it. Default None, nothing is subtracted.
 
     Example:
         >>> import torch
@@ -45,14 +47,16 @@ class Round:
     users: Tensor
     max_grad_norm: float
     seed: int
+    centre: Sequence[Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class Contribution:
     """The update of one user, or the sum of several users' clipped updates.
 
-    An update is theta - theta_local, the parameters before local training minus those after it. `Fold` clips an update
-    of one user. It trusts the sender of a sum to have clipped each update in it.
+    An update is theta - theta_local, the parameters before local training minus those after it, and minus the centre of
+    the round where it has one. `Fold` clips an update of one user. It trusts the sender of a sum to have clipped each
+    update in it.
 
     Args:
         tensors: One tensor per trainable parameter, in the order of the model. A sum should be float64, so that
@@ -132,6 +136,26 @@ class WithPresence(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class WithCentre(Engine, Protocol):
+    """An engine that subtracts `Round.centre` from the update of each user.
+
+    Example:
+        >>> class FromTheCentre:
+        ...     population, subtracts_centre = 100, True
+        ...
+        ...     def contributions(self, round):
+        ...         return iter(())  # nobody answers, and so counts as the centre
+        >>> isinstance(FromTheCentre(), WithCentre)
+        True
+    """
+
+    @property
+    def subtracts_centre(self) -> bool:
+        """Whether it does."""
+        ...
+
+
 @final
 class InProcess:
     """An engine that trains the drawn users in this process, one after the other.
@@ -174,6 +198,11 @@ class InProcess:
         """The number of enrolled users."""
         return self._store.size()
 
+    @property
+    def subtracts_centre(self) -> bool:
+        """Whether `Round.centre` is subtracted: it is."""
+        return True
+
     def contributions(self, round: Round) -> Iterator[Contribution]:
         """Train the users of this round and yield one update per user.
 
@@ -190,7 +219,7 @@ class InProcess:
         for user in round.users.tolist():
             update = update_of(self._store, user, round.model, round.loss_fn, self._local, round.seed)
             if update is not None:
-                yield Contribution(update)
+                yield Contribution(around(update, round.centre))
 
 
 def update_of(
@@ -208,3 +237,8 @@ def update_of(
         if batch_rows(rows):
             return descended(model, loss_fn, map_batch(lambda t: t.to(device), rows), local)
     return None
+
+
+def around(update: Sequence[Tensor], centre: Sequence[Tensor] | None) -> Sequence[Tensor]:
+    """The update relative to the centre."""
+    return update if centre is None else [u - c for u, c in zip(update, centre, strict=True)]

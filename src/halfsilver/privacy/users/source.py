@@ -19,7 +19,7 @@ from halfsilver.privacy.releases import Releases
 from halfsilver.privacy.sampling import poisson_chunks, turn_chunks
 from halfsilver.privacy.strategies import Correlated
 from halfsilver.privacy.users.attendance import Attendance
-from halfsilver.privacy.users.engine import Engine, Round, WithPresence
+from halfsilver.privacy.users.engine import Engine, Round, WithCentre, WithPresence
 from halfsilver.privacy.users.fold import Fold
 from halfsilver.privacy.users.rehearsal import rehearse
 
@@ -32,6 +32,9 @@ class UserUpdates:
 
     Guarantee: as there, with a user in place of an example, whichever replies are missing, malformed or made up. An
     engine that brings sums is trusted to have clipped what is in them.
+
+    `centre` gives what is subtracted from each update before the clip, and added again after the noise. It must not
+    depend on private rows other than by released values.
 
     With correlated noise users take turns. Where the engine knows who is present, those take part who are, and were not
     asked lately; `folder` then keeps who was.
@@ -56,12 +59,19 @@ class UserUpdates:
         step: Callable[[], int],
         folder: Path,
         public_rows: Batch | None = None,
+        centre: Callable[[int], Tensors | None] | None = None,
     ) -> None:
         if plan.unit != "user":
             raise ConfigError(f"Expected plan.unit to be 'user' for users who train themselves, not {plan.unit!r}.")
         if world.size > 1:
             raise ConfigError(f"Expected one process to gather the updates of users, not {world.size} ranks.")
+        if centre is not None and not (isinstance(engine, WithCentre) and engine.subtracts_centre):
+            raise ConfigError(
+                f"Expected an engine that subtracts the centre of a round, such as InProcess, not "
+                f"{type(engine).__name__}. Leave out centre=."
+            )
         self._model, self._loss_fn, self._engine, self._step = model, loss_fn, engine, step
+        self._centre = centre
         self._params, self.plan = trainable(model), plan
         self.out = Releases(self._params, plan, ledger=ledger, run_id=run_id, entropy=entropy, world=world)
         if public_rows is not None:
@@ -84,6 +94,7 @@ class UserUpdates:
         """One noisy mean update. Raises `BudgetExceeded`, before any user is drawn, once plan or budget are used up."""
         if [id(p) for p in trainable(self._model)] != [id(p) for p in self._params]:
             raise ConfigError("Expected the same parameters to be trainable as at the start. Make a new Trainer.")
+        centre = None if self._centre is None else self._centre(self._step())
         self.out.intend()
         fold = Fold(self._params, self.plan.max_grad_norm, expected=2 * self.plan.expected_batch_size)
         seed = int(self.out.entropy.words(1)) & (2**62 - 1)  # for dropout and the like
@@ -94,13 +105,15 @@ class UserUpdates:
             users=self._drawn(),
             max_grad_norm=self.plan.max_grad_norm,
             seed=seed,
+            centre=centre,
         )
         left = len(asked.users)
         for contribution in self._engine.contributions(asked):
             left -= contribution.users
             if left >= 0:  # an engine that brings more than was drawn has brought somebody twice
                 fold.add(contribution)
-        return self.out.noisy(fold.total)
+        released = self.out.noisy(fold.total)
+        return released if centre is None else [r + c for r, c in zip(released, centre, strict=True)]
 
     def _drawn(self) -> Tensor:
         population, plan = self._engine.population, self.plan

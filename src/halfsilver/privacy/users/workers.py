@@ -9,7 +9,7 @@ import warnings
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from multiprocessing import Pipe, get_context
@@ -24,7 +24,7 @@ from halfsilver._core import system
 from halfsilver._core.local_training import LocalTraining
 from halfsilver._core.tensors import LossFn, Tensors, trainable
 from halfsilver.errors import ConfigError, require
-from halfsilver.privacy.users.engine import Contribution, Round, update_of
+from halfsilver.privacy.users.engine import Contribution, Round, around, update_of
 from halfsilver.privacy.users.fold import Fold
 from halfsilver.privacy.users.stores.base import PrivateUsers, UserStore, require_unchanged
 
@@ -88,6 +88,11 @@ class Workers:
         """The number of enrolled users."""
         return self._store.size()
 
+    @property
+    def subtracts_centre(self) -> bool:
+        """Whether `Round.centre` is subtracted: it is."""
+        return True
+
     def contributions(self, round: Round) -> Iterator[Contribution]:
         """Train the users of this round and yield one sum per worker, all at the end of the round.
 
@@ -132,7 +137,7 @@ class Workers:
             self._slots.extend(_Slot(self._job) for _ in range(self._processes))
             for slot in self._slots:
                 slot.await_start()
-        self._job.publish()
+        self._job.publish(round)
         for slot in self._slots:
             slot.clear()
 
@@ -160,6 +165,7 @@ class _Job:
     modes: list[bool]
     state: Tensors
     shared: Tensors
+    centre: Tensors | None
 
     @classmethod
     def of(cls, round: Round, store: UserStore, local: LocalTraining) -> _Job:
@@ -175,16 +181,20 @@ class _Job:
             modes=_modes(round.model),
             state=state,
             shared=[_shared(t) for t in state],
+            centre=None if round.centre is None else [_shared(t) for t in round.centre],
         )
 
     def serves(self, round: Round) -> bool:
         """Whether the workers, as they were forked, lack nothing but new values for this round."""
         same = self.model is round.model and self.loss_fn is round.loss_fn and self.max_grad_norm == round.max_grad_norm
         found = _state(round.model)
+        same = same and (self.centre is None) == (round.centre is None)
         return same and self.modes == _modes(round.model) and [*map(id, found)] == [*map(id, self.state)]
 
-    def publish(self) -> None:
+    def publish(self, round: Round) -> None:
         _copy(self.state, self.shared)
+        if self.centre is not None and round.centre is not None:
+            _copy(round.centre, self.centre)
 
     def receive(self) -> None:
         _copy(self.shared, self.state)
@@ -272,7 +282,7 @@ class _Slot:
         self._begun += 1
         update = update_of(job.store, user, job.model, job.loss_fn, job.local, seed)
         if update is not None:
-            self.fold.add(Contribution(update))
+            self.fold.add(Contribution(around(update, job.centre)))
 
 
 def _settle(parent: int) -> None:
@@ -301,7 +311,7 @@ def _modes(model: nn.Module) -> list[bool]:
 
 
 @torch.no_grad()
-def _copy(source: Tensors, target: Tensors) -> None:
+def _copy(source: Sequence[Tensor], target: Tensors) -> None:
     for s, t in zip(source, target, strict=True):
         t.copy_(s)
 
