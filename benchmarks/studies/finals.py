@@ -4,8 +4,8 @@
 
 The record names task, recipe and epsilon, and has the figures on held-out public rows of each setting that was tried.
 Its `score` decides (default: the loss). The runs are those of `halfsilver compare` at these settings, and whatever lies
-in DIR is not run again. `--curve-points 0` draws no curves, which take long on many test rows. `--only 2` runs that seed
-alone, and the others in a later call.
+in DIR is not run again. `--curve-points 0` draws no curves, which take long on many test rows. `--only 2` runs one seed
+and leaves the others to a later call.
 """
 
 from __future__ import annotations

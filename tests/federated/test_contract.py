@@ -51,21 +51,33 @@ def one_by_one(round: Round) -> Tensor:
     return sums
 
 
-@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("drawn", [[0, 3, 4, 19], [*range(20)], []], ids=["some", "all", "nobody"])
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
-def test_a_round_is_the_sum_of_clipped_updates(make: Make, drawn: list[int], centred: bool, tmp_path: Path) -> None:
+def test_a_round_is_the_sum_of_clipped_updates(make: Make, drawn: list[int], tmp_path: Path) -> None:
     """To 1e-3 of a clip norm a user, the margin of the fold; the same again, and the model is left as it was."""
-    centre = [torch.full((3, 6), 0.01), torch.full((3,), -0.03)] if centred else None
-    round = asked(drawn, max_grad_norm=0.12, centre=centre)
+    round = asked(drawn, max_grad_norm=0.12)
     weights = flatten(list(round.model.parameters())).detach().clone()
     with make(tmp_path) as engine:
-        assert isinstance(engine, WithCentre)
         assert engine.population == 20
         found = total(engine, round)
         assert float((found - one_by_one(round)).norm()) <= 1e-3 * 0.12 * len(drawn)
         assert float((total(engine, round) - found).norm()) <= 1e-6  # in another order, perhaps
     assert torch.equal(flatten(list(round.model.parameters())), weights)
+
+
+@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
+def test_a_centre_is_subtracted_before_the_clip(make: Make, tmp_path: Path) -> None:
+    """Another one in each round."""
+    with make(tmp_path) as engine:
+        assert isinstance(engine, WithCentre)
+        assert engine.subtracts_centre
+        for step, size in enumerate((0.01, -0.03)):
+            round = asked(
+                [*range(20)], step, max_grad_norm=0.12, centre=[torch.full((3, 6), size), torch.full((3,), size)]
+            )
+            assert float((total(engine, round) - one_by_one(round)).norm()) <= 1e-3 * 0.12 * 20
+        plain = asked([*range(20)], 2, max_grad_norm=0.12)
+        assert float((total(engine, plain) - one_by_one(round)).norm()) > 0.1
 
 
 def test_the_clip_norm_of_the_contract_clips_some_and_not_all() -> None:

@@ -167,7 +167,8 @@ def test_other_public_text(made_up: Path) -> None:
     assert (len(problem.public[0]), problem.population) == (24, 110)
     assert int(problem.private[0].max()) == 0  # not one word of theirs is in the other texts
     both, own = (wikitext2.problem(made_up, validation=10, public_source=source) for source in ("both", "split"))
-    assert len(both.public[0]) == 24 + len(own.public[0]) and both.population == own.population
+    assert len(both.public[0]) == 24 + len(own.public[0])
+    assert both.population == own.population
     with pytest.raises(ConfigError, match="public=7"):
         wikitext2.problem(made_up, public=7, public_source="ood")
     with pytest.raises(ConfigError, match="public_source='web'"):
