@@ -1,6 +1,6 @@
 """How much less noise does a geometry need, layer by layer? From the public rows of a task, before any private step.
 
-    python -m benchmarks.studies.spectra --out DIR [--tasks emnist,cifar10,wikitext2] [--dampings 1,0.1] [--json]
+    python -m benchmarks.studies.spectra --out DIR [--tasks emnist,cifar10,wikitext2,stackexchange] [--dampings 1,0.1] [--json]
 
 A factor M with M^T M = P^-1 makes the moment P of a side round. Noise before a mirror with the same quadratic costs
 tr(P) tr(P^-1), noise in its coordinates d^2. `inputs` and `outputs` are the roots of the ratio,
@@ -31,7 +31,7 @@ from halfsilver.study.start import load_start, make_start, new_model
 from halfsilver.tasks.recipes import load
 from halfsilver.tasks.source import TaskSource
 
-RECIPES = {"emnist": "short", "cifar10": "fifth", "wikitext2": "fifth"}
+RECIPES = {"emnist": "short", "cifar10": "fifth", "wikitext2": "fifth", "stackexchange": "fifth"}
 SEED = 0
 
 
@@ -61,7 +61,8 @@ def sizes(layer: Any) -> tuple[int, int]:
 def rows_of(task: str, data: Path, out: Path, damping: float) -> list[dict[str, Any]]:
     """One row for each layer that is whitened."""
     recipe, more = load(task, RECIPES[task])
-    problem = TaskSource.of(task, data, {"validation": 0, **more.get("task", {})})()
+    set_aside = {} if recipe.local else {"validation": 0}  # users are set aside by a hash of their names
+    problem = TaskSource.of(task, data, {**set_aside, **more.get("task", {})})()
     path = out / "start" / f"{task}-{SEED}.safetensors"
     if not path.exists():
         make_start(problem, recipe, SEED, path)
