@@ -5,7 +5,8 @@
 
 Root mean squared error at a noise multiplier of 1, for several numbers of rounds and separations: independent noise,
 banded strategies with as many bands as the separation, and BLT with at most four buffers. Both optimise the mean
-squared error. Each strategy, ours and theirs, is scored by one function, which is neither: dense matrices in numpy.
+squared error. Each strategy, ours and theirs, is scored by one function, which is neither: dense matrices in numpy. A
+command that was stopped goes on with the settings that FILE lacks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from benchmarks.show import show
 from halfsilver.privacy.correlated import banded, buffered
 from halfsilver.privacy.strategies import Participation
-from halfsilver.runs.folder import versions, write_json
+from halfsilver.runs.folder import read_json, versions, write_json
 
 BUFFERS = 4
 SETTINGS = [(500, 50), (500, 100), (500, 500), (2000, 50), (2000, 100), (2000, 500)]
@@ -84,7 +85,9 @@ def main() -> None:
     peers = {name: import_module("importlib.metadata").version(name) for name in ("jax", "jax-privacy")}
     rows: list[dict[str, Any]] = []
     record = {"rows": rows, "buffers": BUFFERS, "versions": {**versions(), **peers}}
-    for setting in SETTINGS:
+    if args.out and args.out.exists():
+        rows += read_json(args.out)["rows"]
+    for setting in SETTINGS[len(rows) :]:
         rows.append(row(*setting))
         if args.out:
             write_json(args.out, record)

@@ -1,6 +1,6 @@
 """How much less noise does a geometry need, layer by layer? From the public rows of a task, before any private step.
 
-    python -m benchmarks.studies.spectra --out DIR [--tasks emnist,cifar10,wikitext2,stackexchange] [--dampings 1,0.1] [--json]
+    python -m benchmarks.studies.spectra --out DIR [--tasks emnist,cifar10,...] [--dampings 1,0.1] [--json]
 
 A factor M with M^T M = P^-1 makes the moment P of a side round. Noise before a mirror with the same quadratic costs
 tr(P) tr(P^-1), noise in its coordinates d^2. `inputs` and `outputs` are the roots of the ratio,
