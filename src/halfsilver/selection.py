@@ -464,11 +464,11 @@ def _finished(
     parts = session.load()
     assert parts is not None, "the checkpoint is there"
     weights, about = parts
-    if not session.finished:
-        session.finish(1)
     score = math.nan if about["score"] is None else float(about["score"])
     if not session.history():
         session.log({"step": 1, "score": score})
+    if not session.finished:
+        session.finish(1)  # last, as the ledger keeps digests of the files
     whole = all(bool(t.isfinite().all()) for t in weights.values())
     statement = session.write_statement([] if whole else [diverged(1, plan)])
     for file in session.folder.path.iterdir():

@@ -67,6 +67,11 @@ def edit_checkpoint(change: Callable[[dict[str, Any]], None]) -> Callable[[Path]
     return tamper
 
 
+def edit_tensors(run: Path) -> None:
+    tensors, about = checkpoint.read(run / "checkpoint.safetensors")
+    checkpoint.write(run / "checkpoint.safetensors", {name: t + 1 for name, t in tensors.items()}, about)
+
+
 def cut_ledger(run: Path) -> None:
     lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
     (run / "ledger.jsonl").write_text("".join(lines[:3]))
@@ -138,6 +143,9 @@ TAMPERED: dict[str, Callable[[Path], Any]] = {
     "checkpoint with half a head": edit_checkpoint(lambda a: a.update(ledger_head=[2])),
     "checkpoint with a text for a head": edit_checkpoint(lambda a: a.update(ledger_head="head")),
     "checkpoint cut short": lambda run: os.truncate(run / "checkpoint.safetensors", 300),
+    "better metrics": lambda run: replace(run / "metrics.jsonl", '"step": 1', '"loss": 0.0, "step": 1'),
+    "metrics gone": lambda run: (run / "metrics.jsonl").unlink(),
+    "other weights": edit_tensors,
     "config is not JSON": write("config.json", "{"),
     "statement is a list": write("statement.json", "[]"),
     "config gone": lambda run: (run / "config.json").unlink(),
@@ -365,3 +373,17 @@ def test_calibrate_command() -> None:
 def test_verify_command(finished_run: Path) -> None:
     assert json.loads(call("verify", str(finished_run), "--json").stdout)["ok"] is True
     assert "Verified" in call("verify", str(finished_run)).stdout
+
+
+def test_digests_of_files_survive_a_compaction(tmp_path: Path) -> None:
+    run = run_at(tmp_path / "run")
+    ledger = hs.Ledger.open(run / "ledger.jsonl")
+    (before,) = (dict(one.files) for one in ledger.runs.values())
+    assert set(before) == {"checkpoint.safetensors", "metrics.jsonl"}
+    assert ledger.compact()
+    (after,) = (dict(one.files) for one in hs.Ledger.open(run / "ledger.jsonl").runs.values())
+    assert after == before
+    verify(run)
+    replace(run / "metrics.jsonl", '"step": 2', '"step": 2, "accuracy": 1.0')
+    with pytest.raises(CheckpointCorrupt, match="has changed since the run finished"):
+        verify(run)

@@ -370,7 +370,7 @@ def ledger_off_by_one() -> list[Change]:
         begun.add(self)
         return 1, 1
 
-    def finish(real: Any, self: Ledger, run_id: str, updates: int) -> Any:
-        return real(self, run_id, min(updates, self.runs[run_id].spent))
+    def finish(real: Any, self: Ledger, run_id: str, updates: int, files: Any = None) -> Any:
+        return real(self, run_id, min(updates, self.runs[run_id].spent), files)
 
     return [Change(Releases, "_intend", intend), Change(Ledger, "finish", finish)]

@@ -248,9 +248,10 @@ def _made(found: Mapping[str, Any], config: Mapping[str, Any]) -> Part:
 def _checked(digests: Mapping[str, str]) -> Part:
     words = (
         "Before this page was written, the figures were computed again from the ledger. The chain of the ledger, the "
-        "checkpoint and the statement fitted together. To repeat it, run halfsilver verify on the run folder."
+        "checkpoint, the metrics and the statement fitted together. To repeat it, run halfsilver verify on the run "
+        "folder."
     )
-    weights = "The weights are not signed. Compare the digest of the model's file with that of the file you use."
+    weights = "The model's file is not signed. Compare its digest with that of the file you use."
     return Part(
         heading="How it was checked",
         sentences=[words, weights],

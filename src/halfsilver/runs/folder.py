@@ -46,6 +46,17 @@ class RunFolder:
         self.attendance = self.path / "attendance"
         self.ledger = self.path / "ledger.jsonl"
 
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of what a run leaves for good, by name: its checkpoint and its metrics."""
+        files = (file for file in (self.checkpoint, self.metrics) if file.exists())
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+    def settle(self) -> dict[str, str]:
+        """The digests, once a power cut can no longer change what they are of: lines of metrics are not synced."""
+        if self.metrics.exists():
+            system.write_atomically(self.metrics, self.metrics.read_bytes())
+        return self.digests()
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder and keep other writers out of it."""

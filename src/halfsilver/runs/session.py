@@ -126,7 +126,7 @@ class Session:
         return self.world.from_lead(self.folder.history)
 
     def finish(self, updates: int) -> None:
-        self.world.from_lead(lambda: self._ledger.finish(self.run_id, updates))
+        self.world.from_lead(lambda: self._ledger.finish(self.run_id, updates, self.folder.settle()))
 
     def spent(self) -> float:
         """Epsilon of the steps that the ledger counts for this run so far; for the progress bar, on rank 0 only."""

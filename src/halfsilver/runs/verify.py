@@ -41,7 +41,8 @@ def verify(
     disk says what plan, config and ledger give, and nothing else. Its total over all runs must be what the ledger held
     at a moment at which the statement can have been written: for a finished run, at its finish or later. Since others
     may have spent after that, the total of now is returned beside it, as ``all_runs_now``. ``notices`` say what is
-    known to be wrong with the version that made the run. The weights themselves are not signed.
+    known to be wrong with the version that made the run. Checkpoint and metrics of a finished run must have the digests
+    that the ledger holds.
     """
     folder = RunFolder(run_dir)
     config, found = _as_written(folder.config), _as_written(folder.statement)
@@ -60,6 +61,7 @@ def verify(
         raise CheckpointCorrupt(f"{folder.checkpoint} belongs to another run or plan.")
     check_head(ledger, run_id, about)
     _check_step(folder, run, about["step"])
+    _check_files(folder, run)
     version = 1 if found.get("statement_version") == 1 else STATEMENT_VERSION
     remarks = _remarks(found.get("remarks"), tensors, diverged(about["step"], plan))
     expected = make_statement(
@@ -127,6 +129,15 @@ def _check_step(folder: RunFolder, run: Run, step: int) -> None:
             f"{folder.checkpoint} is at step {step} of {run.plan.steps}, but the ledger says that the run ended with "
             f"updates={run.updates}."
         )
+
+
+def _check_files(folder: RunFolder, run: Run) -> None:
+    """Runs of versions before have no digests in the ledger."""
+    now = folder.digests()
+    for name, digest in run.files.items():
+        if now.get(name) != digest:
+            state = "has changed" if name in now else "is gone"
+            raise CheckpointCorrupt(f"{folder.path / name} {state} since the run finished. Restore it from a copy.")
 
 
 def _compare(found: Mapping[str, Any], expected: dict[str, Any], past: _Past | None) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -34,6 +34,7 @@ class Run:
     updates: int | None = None
     last: Head | None = None  # its last intent
     closed: Head | None = None  # its finish record; None while it may still take steps
+    files: Mapping[str, str] = field(default_factory=dict)  # digests of its files at the finish, by name
 
     @property
     def remaining(self) -> int:
@@ -62,11 +63,12 @@ class Run:
         }
 
     def to_dict(self) -> Record:
-        return {**{name: getattr(self, name) for name in _SUMMARY_FIELDS}, "plan": self.plan.to_dict()}
+        known = {**{name: getattr(self, name) for name in _SUMMARY_FIELDS}, "plan": self.plan.to_dict()}
+        return {**known, **({"files": dict(self.files)} if self.files else {})}
 
     @classmethod
     def from_dict(cls, fields: Record) -> Run:
-        check_fields(fields, _SUMMARY_FIELDS)
+        check_fields(fields, (*_SUMMARY_FIELDS, *({"files"} & set(fields))))
         heads = {name: Head(*fields[name]) if fields[name] else None for name in ("last", "closed")}
         return cls(**{**fields, **heads, "plan": read_plan(fields["plan"])})
 
@@ -240,7 +242,9 @@ class History:
             raise ValueError(f"claims updates={record['updates']} out of {run.spent} steps")
         if record["totals"] != self.total_list():
             raise ValueError("states other totals than the records before it add up to")
-        self.runs[run.run_id] = replace(run, updates=record["updates"], closed=head_of(record))
+        self.runs[run.run_id] = replace(
+            run, updates=record["updates"], closed=head_of(record), files=record.get("files", {})
+        )
         del self.open[run.run_id]
 
     def _apply_external(self, record: Record) -> None:

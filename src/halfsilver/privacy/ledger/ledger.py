@@ -217,12 +217,14 @@ class Ledger:
             head = self._append("intent", run.steps(count))
         return Grant(count, *head)
 
-    def finish(self, run_id: str, updates: int) -> Head:
+    def finish(self, run_id: str, updates: int, files: Mapping[str, str] | None = None) -> Head:
         """Close a run, so that it takes no further step and can be compacted.
 
         Args:
             run_id: The name of a registered run.
             updates: How many updates the model received, from 0 to the number of steps the run has spent.
+            files: SHA-256 digests of files of the run, by name, so that later changes of these files are noticed
+                (default: none).
 
         Returns:
             Number and hash of the record that closes the run.
@@ -235,6 +237,7 @@ class Ledger:
             possible = is_whole(updates) and updates <= run.spent
             require(possible, "updates", updates, f"in [0, {run.spent}], the steps of run {run_id!r}")
             fields = {"run_id": run_id, "updates": updates, "totals": self._history.total_list()}
+            fields |= {"files": dict(files)} if files else {}
             return run.closed or self._append("finish", fields)
 
     def external(self, event: tuple[float, float] | dpa.DpEvent, why: str) -> Head:

@@ -103,7 +103,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "summary": ("finish", "runs"),
 }
 # Only where there is something to say, so that versions before can read all other ledgers.
-_OPTIONAL: dict[str, set[str]] = {"summary": {"external"}}
+_OPTIONAL: dict[str, set[str]] = {"summary": {"external"}, "finish": {"files"}}
 
 
 def is_whole(value: object, least: int = 0) -> bool:
@@ -142,6 +142,11 @@ def _is_event(value: object) -> bool:
     return set(value) == {"epsilon", "delta"} and bool(value["epsilon"] >= 0 and 0 <= value["delta"] < 1)
 
 
+def _are_files(value: object) -> bool:
+    """Digests of files by name."""
+    return isinstance(value, dict) and all(_is_text(name) and _is_hash(digest) for name, digest in value.items())
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
@@ -167,6 +172,7 @@ _POSSIBLE: dict[str, Callable[[Any], bool]] = {
     "count": lambda value: is_whole(value, 1),
     "updates": is_whole,
     "totals": lambda value: isinstance(value, list),
+    "files": _are_files,
     "finish": lambda value: isinstance(value, dict),
     "runs": lambda value: isinstance(value, list) and all(isinstance(run, dict) for run in value),
     "why": _is_text,
