@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.studies import ablation, advised, cohorts, finals, tables
+from benchmarks.studies import ablation, advised, cohorts, correlated, finals, tables
 from halfsilver.runs.folder import read_json, write_json
 from halfsilver.study import advice
 from halfsilver.study.problem import Setting
 from halfsilver.study.study import Request, Study
 from halfsilver.tasks import source
 from tests.federated import test_user_study as users
+from tests.markdown import ROOT
 from tests.study import small_study as small
 
 
@@ -108,3 +109,14 @@ def test_the_summary_of_tables_pairs_splits_and_counts_forecasts() -> None:
     assert (row["score"], row["splits"], row["forecast held"]) == ("loss", 2, 1)
     assert row["difference"] == pytest.approx(-0.2)
     assert row["half_width"] == pytest.approx(12.7062 * 0.1, rel=1e-4)  # t with 1 degree of freedom, standard error 0.1
+
+
+def test_the_page_of_correlated_noise_has_the_figures_beside_jax_privacy() -> None:
+    rows = read_json(ROOT / "benchmarks/results/correlated.json")["rows"]
+    page = (ROOT / "docs/correlated.md").read_text(encoding="utf-8")
+    names = ("independent", "banded", "banded, theirs", "BLT", "BLT, theirs")
+    assert len(rows) == len(correlated.SETTINGS)
+    for row in rows:
+        figures = " | ".join(f"{row[name]:.4g}" for name in names)
+        assert f"| {row['rounds']} | {row['separation']} rounds | {figures} |" in page
+        assert all(abs(row[f"{name}, ratio"] - 1) < 0.01 for name in ("banded", "BLT"))
