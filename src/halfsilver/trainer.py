@@ -394,6 +394,10 @@ class Trainer:
         came: Callable[[], int],
     ) -> RunResult:
         psi = None if public is None else self._public_loss(public)
+        if self.centre is not None:  # refused here, before anything is written
+            users = isinstance(private, Engine)
+            require(users, "centre", self.centre, "None, unless users train behind an engine")
+            self.centre.around(psi)
         reshard(self.model)
         world, config = self._world, self._config()
         asked = [delta, test_every, test is not None, public is not None, sorted(self.metrics)]
@@ -645,7 +649,6 @@ class Trainer:
             run |= {"public_rows": known, "step": lambda: self._state.step, "folder": session.folder.attendance}
             run |= {"centre": None if self.centre is None else self.centre.around(psi)}
             return UserUpdates(self.model, self.loss_fn, private, self.plan, **run)
-        require(self.centre is None, "centre", self.centre, "None, unless users train behind an engine")
         if alike is not None:
             self._public_example = alike.rows.example()
         public_rows = psi.rows.batches() if psi and self.skip_public_copies and not session.finished else ()
