@@ -41,10 +41,12 @@ def advised() -> str:
             _three(found.get("by hand", record["by hand"])),
             _three(finished["results"]["temperature"] if finished else found.get("by hand and finished", {})),
             _three(found["advised"]),
-            _three(found["advised and finished"]),
+            _three(found.get("advised and finished", {})),
             f"{bounds['expected']:.2f}, {bounds['low']:.2f} to {bounds['high']:.2f}",
         ]
-        lines.append(f"| {record['task']}, {record['epsilon']:g}, {record['seed']} | " + " | ".join(cells) + " |")
+        name = f"{record['task']}, {record['epsilon']:g}, {record['seed']}"
+        name += "" if record["held_out"] else ", start from all users"
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
