@@ -16,16 +16,16 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 @pytest.mark.slow
 def test_wages_two_splits(data_dir: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "wages.py"), "--splits", "2", "--json"]
+    command = [sys.executable, str(ROOT / "examples" / "wages.py"), "--splits", "2", "--epsilon", "1", "--json"]
     command += ["--data", str(data_dir), "--plot", str(tmp_path / "wages.png")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=ONE_THREAD)
     out = json.loads(done.stdout)
     r2 = {(row["method"], row["epsilon"]): row["r2"] for row in out["rows"]}
-    private = {(method, epsilon) for method in ("cold", "warm", "pda", "whitened") for epsilon in (0.1, 0.5, 1.0)}
+    private = {(method, 1.0) for method in ("cold", "warm", "pda", "whitened")}
     assert set(r2) == private | {("nonprivate", None), ("public", None)}
     assert all(len(row["splits"]) == 2 and row["ci95"] >= 0 for row in out["rows"])
     assert out["config"]["n_private"] + out["config"]["n_public"] < out["config"]["n"] == 61_395
-    assert len(out["gains"]) == 24
+    assert len(out["gains"]) == 8
     assert r2["pda", 1.0] >= r2["public", None] - 0.01
     assert r2["whitened", 1.0] >= r2["public", None]
     assert max(r2.values()) < 0.35  # log earnings are not that predictable: more would be a leak of test rows
