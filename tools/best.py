@@ -76,6 +76,12 @@ def rows() -> Iterator[Row]:
         "pda",
         "halfsilver compare wikitext2 --recipe ood --search paper --seeds 1 --cold-seeds 0",
     )
+    yield _studied(
+        read("best/wikitext2-eps1.71-all-public-text.json"),
+        "WikiText-2, start from other public text and its own",
+        "warm",
+        "python -m benchmarks.studies.finals benchmarks/results/best/wikitext2-eps1.71-settings.json --out DIR",
+    )
     for one in read("posts-head.json")["results"]:
         task = "Stack Exchange posts, head on a frozen text encoder"
         yield _studied(one, task, "whitened", "python examples/posts.py head --data DIR --out DIR")
