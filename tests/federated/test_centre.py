@@ -22,6 +22,7 @@ from halfsilver.federated import Centre, Contribution, InProcess, LocalTraining,
 from halfsilver.privacy.entropy import Entropy, OsEntropy, UnsafeSeed
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.users import Engine, UserUpdates
+from halfsilver.privacy.users.engine import around
 from tests.federated import flower_grid
 from tests.federated.flower_grid import server_process
 from tests.federated.helpers import LOCAL, Answers, columns, linear, loss_fn, plan, users
@@ -143,6 +144,15 @@ def test_it_is_on_only_where_public_users_agree(tmp_path: Path, caplog: pytest.L
     assert ("The centre is on" if alike else "The centre is off") in caplog.text
     assert torch.equal(*ends) is not alike
     assert "Centre(least=0.3)" in (tmp_path / "Centre(least=0.3)" / "config.json").read_text()
+
+
+def test_an_update_keeps_its_dtype() -> None:
+    """Else the fold would drop it, silently: to a node in bfloat16 the centre comes in float32."""
+    update, centre = torch.ones(3, dtype=torch.bfloat16), torch.full((3,), 0.5)
+    (moved,) = around([update], [centre])
+    assert moved.dtype == torch.bfloat16
+    assert moved.tolist() == [0.5] * 3
+    assert around([update], None)[0] is update
 
 
 def test_nodes_of_flower_receive_it(tmp_path: Path) -> None:

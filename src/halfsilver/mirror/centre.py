@@ -57,7 +57,7 @@ class Centre:
         Raises:
             ConfigError: If `public` are not at least two public users.
         """
-        users = getattr(public, "wraps", public)
+        users = getattr(public, "wraps", public)  # on Flower, what computes their gradient ahead stands around them
         if not isinstance(users, PublicUsers) or len(users.users) < 2:
             raise ConfigError("A centre needs at least two public users: fit(engine, PublicUsers(...), ...).")
         rho: float | None = None

@@ -22,8 +22,7 @@ class Ahead(PublicLoss):
 
     def __init__(self, public: PublicLoss) -> None:
         vars(self).update(vars(public))
-        self.wraps = public
-        self._public, self._thread = public, ThreadPoolExecutor(1, thread_name_prefix="public-gradient")
+        self.wraps, self._thread = public, ThreadPoolExecutor(1, thread_name_prefix="public-gradient")
         self._begun: tuple[int, Future[Tensors]] | None = None
 
     def begin(self, step: int) -> None:
@@ -33,7 +32,7 @@ class Ahead(PublicLoss):
             step: The step whose public batch is used.
         """
         self._taken(None)
-        self._begun = step, self._thread.submit(self._public.gradient, None, step=step)
+        self._begun = step, self._thread.submit(self.wraps.gradient, None, step=step)
 
     def wait(self) -> None:
         """Wait until the model is no longer in use, because the optimizer may step without asking for the gradient."""
@@ -52,7 +51,7 @@ class Ahead(PublicLoss):
         """
         live = params is None or all(a is b for a, b in zip(params, trainable(self.model), strict=True))
         begun = self._taken(step)
-        return begun if live and begun is not None else self._public.gradient(params, step=step)
+        return begun if live and begun is not None else self.wraps.gradient(params, step=step)
 
     def _taken(self, step: int | None) -> Tensors | None:
         """What was begun for this step, once; any other is waited for too, as it has the model in use."""

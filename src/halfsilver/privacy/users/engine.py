@@ -240,5 +240,5 @@ def update_of(
 
 
 def around(update: Sequence[Tensor], centre: Sequence[Tensor] | None) -> Sequence[Tensor]:
-    """The update relative to the centre."""
-    return update if centre is None else [u - c for u, c in zip(update, centre, strict=True)]
+    """The update relative to the centre, in its own dtype: `Fold` drops others, and a centre may travel in float32."""
+    return update if centre is None else [u - c.to(u) for u, c in zip(update, centre, strict=True)]
