@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import math
@@ -371,8 +370,7 @@ class Trainer:
         given = self.model
         shaped = self.geometry.shape(given, self.public_loss_fn or self.loss_fn, rows)
         if isinstance(public, PublicLoss) and public.model is not shaped.model:
-            public = copy.copy(public)
-            public.model = shaped.model
+            public = public.on(shaped.model)
         self.model, self._shape = shaped.model, shaped
         try:
             yield public

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from halfsilver._core.distributed import World
 from halfsilver._core.tensors import flatten, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.federated import Centre, Contribution, InProcess, LocalTraining, PublicUsers, Round, local_update
+from halfsilver.federated.flower.client import Client
+from halfsilver.mirror.users import pooled
 from halfsilver.privacy.entropy import Entropy, OsEntropy, UnsafeSeed
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.users import Engine, UserUpdates
@@ -169,6 +172,27 @@ def test_nodes_of_flower_receive_it(tmp_path: Path) -> None:
     two.fit(InProcess(everybody, LOCAL), PublicUsers(two.model, loss_fn, public, LOCAL), run_dir=tmp_path / "two")
     ours, theirs, start = (flatten(trainable(m)).detach() for m in (one.model, two.model, linear()))
     assert float((ours - theirs).abs().max()) < 1e-6 < float((ours - start).abs().max())
+
+
+@pytest.mark.parametrize(
+    "options", [{"centre": Centre(least=0.0)}, {"mirror": hs.FirstOrder(0.5)}], ids=["centre", "mirror"]
+)
+def test_public_updates_on_flower_are_those_of_the_shaped_model(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A geometry replaces a model that is a single layer; the same weights to 1e-6 as in this process."""
+    made, public = flower_grid.nodes(tmp_path, [5, 1, 14]), [columns(8, seed) for seed in range(30, 34)]
+
+    def shaped(own: Callable[[], Client]) -> Callable[[], Client]:
+        return lambda: replace(own(), model=hs.Whitened().shape(linear(), loss_fn, pooled(public)).model)
+
+    for node in made:
+        node.client = shaped(node.client)
+    one, two = (flower_grid.trainer(unsafe_seed=1, geometry=hs.Whitened(), **options) for _ in range(2))
+    psi = PublicUsers(one.model, loss_fn, public, LOCAL)
+    flower_grid.strategy(made, tmp_path / "one", trainer=one, public=psi).start(flower_grid.FakeGrid(made))
+    everybody = flower_grid.client(0, 20)().users
+    two.fit(InProcess(everybody, LOCAL), PublicUsers(two.model, loss_fn, public, LOCAL), run_dir=tmp_path / "two")
+    ours, theirs = (flatten(trainable(t.model)).detach() for t in (one, two))
+    assert float((ours - theirs).abs().max()) < 1e-6
 
 
 def test_what_cannot_be_centred_is_refused(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,16 @@ class PublicLoss:
         self.model, self.loss_fn, self.rows = model, loss_fn, PublicRows(dataset)
         self.batch_size, self.seed, self.chunk_size = batch_size, seed, chunk_size
         self.device = None if device is None else torch.device(device)
+
+    def on(self, model: nn.Module) -> Self:
+        """The same loss of another model.
+
+        Args:
+            model: The model that it calls.
+        """
+        other = copy.copy(self)
+        other.model = model
+        return other
 
     @property
     def sources(self) -> list[Any]:

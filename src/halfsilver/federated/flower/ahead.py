@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import final
+from typing import Self, final
+
+from torch import nn
 
 from halfsilver._core.tensors import Tensors, trainable
 from halfsilver.mirror import PublicLoss
@@ -24,6 +26,14 @@ class Ahead(PublicLoss):
         vars(self).update(vars(public))
         self.wraps, self._thread = public, ThreadPoolExecutor(1, thread_name_prefix="public-gradient")
         self._begun: tuple[int, Future[Tensors]] | None = None
+
+    def on(self, model: nn.Module) -> Self:
+        """The same around the loss of another model.
+
+        Args:
+            model: The model that it calls.
+        """
+        return type(self)(self.wraps.on(model))
 
     def begin(self, step: int) -> None:
         """Start to compute the gradient of one step in a thread.
