@@ -1,4 +1,4 @@
-"""From counted mechanism steps to epsilon, by the dp-accounting library alone.
+"""From counted mechanism steps to epsilon, by the dp-accounting library.
 
 The mechanism is data: `MechanismCount` says how often which step ran, and dp-accounting interprets it. `PairCount`
 stands for what ran elsewhere and is known by its (epsilon, delta) alone. A plan, the ledger and ``halfsilver verify``
@@ -28,16 +28,13 @@ from functools import lru_cache, reduce
 from typing import Literal, NamedTuple
 
 import dp_accounting as dpa
-from dp_accounting import pld, rdp
+from dp_accounting import rdp
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.pld.common import DifferentialPrivacyParameters
-from dp_accounting.pld.privacy_loss_distribution import (
-    PrivacyLossDistribution,
-    from_gaussian_mechanism,
-    from_privacy_parameters,
-)
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution, from_privacy_parameters
 
 from halfsilver.errors import ConfigError, require
+from halfsilver.privacy.loss_distribution import gaussian_loss
 
 Accountant = Literal["pld", "rdp"]
 
@@ -199,6 +196,7 @@ def epsilon_of(
           The Discrete Gaussian for Differential Privacy, arXiv:2004.00010.
     """
     require(0 < delta < 1, "delta", delta, "in (0, 1)")
+    require(accountant in ("pld", "rdp"), "accountant", accountant, "'pld' or 'rdp'")
     return _epsilon(merged(counts), delta, accountant, interval, order)
 
 
@@ -264,44 +262,33 @@ def _epsilon(
         bound = _epsilon(counts, delta, "rdp", interval, None)
         if bound > _BEYOND_USE:
             return bound
+    if accountant == "pld":
+        return float(_loss_distribution(steps, pairs, interval).get_epsilon_for_delta(delta))
     with _quiet_absl():
-        if not pairs:
-            return float(_composed(steps, accountant, interval).get_epsilon(delta))
-        if accountant == "pld":
-            return float(_with_pairs(steps, pairs, interval).get_epsilon_for_delta(delta))
-        known = _composed(steps, accountant, interval)
+        known = _rdp_of(steps)
         total = [r + sum(pair.rdp(a) for pair in pairs) for a, r in zip(known.orders, known.rdp, strict=True)]
         return float(rdp.compute_epsilon(known.orders, total, left)[0])
 
 
 @lru_cache(maxsize=8)  # a budget and a statement ask of the same steps at different deltas
-def _composed(counts: tuple[MechanismCount, ...], accountant: Accountant, interval: float) -> dpa.PrivacyAccountant:
-    if accountant == "pld":
-        ledger = pld.PLDAccountant(value_discretization_interval=interval)
-    elif accountant == "rdp":
-        ledger = rdp.RdpAccountant()
-    else:
-        raise ConfigError(f"Expected accountant={accountant!r} in ('pld', 'rdp').")
-    for c in counts:
+def _rdp_of(steps: tuple[MechanismCount, ...]) -> rdp.RdpAccountant:
+    ledger = rdp.RdpAccountant()
+    for c in steps:
         ledger.compose(c.event())
     return ledger
 
 
 @lru_cache(maxsize=8)
-def _with_pairs(
+def _loss_distribution(
     steps: tuple[MechanismCount, ...], pairs: tuple[PairCount, ...], interval: float
 ) -> PrivacyLossDistribution:
-    """The loss distributions of all, convolved. dp-accounting has no event for a pair, but its distribution."""
+    """The loss distributions of all, convolved."""
     parts = [pair.loss_distribution(interval) for pair in pairs]
     for c in steps:
         if c.sampling_rate == 1:  # n steps of all rows are one with noise / sqrt(n), exactly
-            sigma = c.noise_multiplier / math.sqrt(c.count)
-            parts.append(from_gaussian_mechanism(sigma, value_discretization_interval=interval))
+            parts.append(gaussian_loss(c.noise_multiplier / math.sqrt(c.count), 1.0, interval))
         else:
-            step = from_gaussian_mechanism(
-                c.noise_multiplier, value_discretization_interval=interval, sampling_prob=c.sampling_rate
-            )
-            parts.append(step.self_compose(c.count))
+            parts.append(gaussian_loss(c.noise_multiplier, c.sampling_rate, interval).self_compose(c.count))
     return reduce(lambda total, part: total.compose(part), parts)
 
 

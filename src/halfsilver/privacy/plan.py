@@ -336,15 +336,14 @@ class PrivacyPlan:
             require(all(plan.unit == self.unit for plan in after), "unit", self.unit, "that of the plans in after")
             spent = epsilon_of(before, delta, accountant)
             require(spent < epsilon, "epsilon of the plans in after", spent, f"below epsilon={epsilon:g}")
-        # Bracket sigma with cheap upper bounds (RDP, coarse PLD) before the fine PLD search.
-        stages: list[tuple[Accountant, float]] = [("rdp", 0.0), ("pld", 1e-3), ("pld", PLD_INTERVAL)]
-        if before and accountant == "pld":
-            stages = stages[1:]  # by RDP, what comes first alone may be more than epsilon
+        # A coarse PLD is a cheap upper bound, from which the fine search begins.
+        intervals = (0.0,) if accountant == "rdp" else (1e-3, PLD_INTERVAL)
         sigma, step = 1.0, 1.1
-        for name, interval in stages[:1] if accountant == "rdp" else stages:
+        for interval in intervals:
 
-            def at(s: float, name: Accountant = name, interval: float = interval) -> float:
-                return epsilon_of([*before, replace(self, noise_multiplier=s).count()], delta, name, interval=interval)
+            def at(s: float, interval: float = interval) -> float:
+                counts = [*before, replace(self, noise_multiplier=s).count()]
+                return epsilon_of(counts, delta, accountant, interval=interval)
 
             sigma, step = least_noise(at, epsilon, start=sigma, step=step), 1 + (step - 1) / 10
         return replace(self, noise_multiplier=sigma)

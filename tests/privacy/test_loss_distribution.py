@@ -1,0 +1,55 @@
+"""The loss distribution of a step, against dp-accounting's own, one epsilon at a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfsilver.privacy.loss_distribution import deltas, gaussian_loss
+
+WAYS = pytest.mark.parametrize("way", [AdjacencyType.REMOVE, AdjacencyType.ADD], ids=["remove", "add"])
+RATES = st.floats(1e-6, 1.0) | st.sampled_from([1e-8, 1 - 1e-9, 1.0])
+
+
+def theirs(epsilons: np.ndarray, sigma: float, rate: float, way: AdjacencyType) -> np.ndarray:
+    loss = GaussianPrivacyLoss(sigma, sampling_prob=rate, adjacency_type=way)
+    return np.array([loss.get_delta_for_epsilon(float(epsilon)) for epsilon in epsilons])
+
+
+def range_of_losses(sigma: float, rate: float, way: AdjacencyType) -> tuple[float, float]:
+    bounds = GaussianPrivacyLoss(sigma, sampling_prob=rate, adjacency_type=way).connect_dots_bounds()
+    return bounds.epsilon_lower, bounds.epsilon_upper
+
+
+@WAYS
+@given(sigma=st.floats(0.1, 1000.0), rate=RATES, share=st.floats(0.0, 1.0))
+def test_deltas_are_those_of_dp_accounting(way: AdjacencyType, sigma: float, rate: float, share: float) -> None:
+    low, high = range_of_losses(sigma, rate, way)
+    edge = math.log1p(-rate) if rate < 1 else -1.0
+    epsilons = np.array([low + share * (high - low), 0.0, edge, -edge, low, high])
+    np.testing.assert_allclose(
+        deltas(epsilons, sigma, rate, way), theirs(epsilons, sigma, rate, way), rtol=1e-9, atol=1e-15
+    )
+
+
+@WAYS
+def test_a_wrong_rate_or_scale_is_noticed(way: AdjacencyType) -> None:
+    epsilons = np.linspace(*range_of_losses(1.5, 0.02, way), 50)
+    right = theirs(epsilons, 1.5, 0.02, way)
+    for sigma, rate in ((1.5, 0.0202), (1.515, 0.02)):
+        assert np.abs(deltas(epsilons, sigma, rate, way) - right).max() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps"), [(1.51, 500 / 48_000, 9600), (20.0, 0.01, 9600), (1.0, 0.3, 30), (2.0, 1.0, 5)]
+)
+def test_epsilon_after_many_steps(sigma: float, rate: float, steps: int) -> None:
+    ours = gaussian_loss(sigma, rate, 1e-3).self_compose(steps).get_epsilon_for_delta(1e-5)
+    once = from_gaussian_mechanism(sigma, sampling_prob=rate, value_discretization_interval=1e-3)
+    assert ours == pytest.approx(once.self_compose(steps).get_epsilon_for_delta(1e-5), rel=1e-7)
