@@ -171,6 +171,18 @@ def test_the_rate_goes_down_while_that_pays(
     assert search.long(best) == (module._Point("SGD", None, expected), losses[expected])
 
 
+@pytest.mark.parametrize(("by_user", "expected"), [(False, 3.0 / 2.0), (True, 3.0 / 2.5)])
+def test_users_learnt_by_heart_are_no_harm(monkeypatch: pytest.MonkeyPatch, by_user: bool, expected: float) -> None:
+    """The start has loss 2, the whole run 3, and without noise 2.5, which is what learning by heart does."""
+    search = object.__new__(module._Rehearsals)
+    search._by_user, search._start = by_user, 2.0
+    point = module._Point("SGD", None, 0)
+    monkeypatch.setattr(search, "_whole_run", lambda *_, noise: 3.0 if noise == 1 else 2.5, raising=False)
+    assert search._harm(point, stable=point) == pytest.approx(expected)
+    monkeypatch.setattr(search, "_whole_run", lambda *_, noise: math.inf, raising=False)
+    assert search._harm(point, stable=point) == math.inf
+
+
 def noise_harm(*, noise: float, pace: float) -> float:
     """Squared loss of a linear model, from its optimum of 0: 200 weights, 400 steps at pace 1."""
     draw = torch.Generator().manual_seed(0)
@@ -190,7 +202,7 @@ def noise_harm(*, noise: float, pace: float) -> float:
     )
     return rehearse_noise(
         trainer, Examples(data), data, geometry=None, lr_factor=1.0, steps=round(400 / pace), records=50, pace=pace,
-        lr_end=1.0, average=None, finish=None,
+        noise=1.0, lr_end=1.0, average=None, finish=None,
     )  # fmt: skip
 
 

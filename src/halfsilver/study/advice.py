@@ -56,6 +56,7 @@ _NOISE_STEPS, _NOISE_ROWS, _NOISE_USERS = (
 _WORTH, _NATS = 1.2, 0.125
 _RATE_STEP = math.sqrt(10)
 _MOST_RATES = 9
+_NO_NOISE = 1e-6  # of the plan's
 _ADAM_RATE = 1e-3  # where the search for its learning rate begins
 LR_END = 0.1
 GEOMETRY = Whitened()  # the one that is tried
@@ -136,7 +137,8 @@ class Advice:
         optimizer: "SGD" or "Adam".
         learning_rate: Its learning rate, falling along a cosine to a tenth.
         harm: Held-out loss after a rehearsal of the whole run on the public rows, as a multiple of that of the start.
-            Where the start knows the public rows, this is what the noise does.
+            Where the start knows the public rows, this is what the noise does. For users, as a multiple of that of the
+            same run without noise.
         geometry: `Whitened()` or None.
         finish: The last step after training, or None where the model does not return logits of classes.
         batches: All batch sizes that were compared.
@@ -268,6 +270,7 @@ def in_words(advice: Advice) -> dict[str, str]:
     ended = [f"{t.optimizer}, {t.geometry or 'no geometry'}: {t.loss:.4g}" for t in others if math.isfinite(t.loss)]
     units = "records" if plan.unit == "example" else "users"
     norms = "gradient norms of held-out public rows" if plan.unit == "example" else "norms of updates of held-out users"
+    whole = "A rehearsal" if plan.unit == "example" else "The noise in a rehearsal"
     long = "" if advice.seconds_per_row is None else f" {_minutes(advice)} at the speed measured here."
     return {
         "Batch": f"{plan.expected_batch_size:g} {units}, {plan.steps} steps, noise multiplier "
@@ -277,8 +280,8 @@ def in_words(advice: Advice) -> dict[str, str]:
         + ("the third quartile" if advice.finish is None else "the median (or a tenth of the third quartile)")
         + f" of {norms}.",
         "Learning rate": f"{advice.learning_rate:.3g} for {advice.optimizer}, falling to a tenth. Public loss after "
-        f"{advice.rehearsed_steps} steps under this noise: {loss:.4g}, at the start {start.held_out_loss:.4g}. A "
-        f"rehearsal of the whole run on public rows multiplies the held-out loss by {advice.harm:.2f}.",
+        f"{advice.rehearsed_steps} steps under this noise: {loss:.4g}, at the start {start.held_out_loss:.4g}. "
+        f"{whole} of the whole run on public rows multiplies the held-out loss by {advice.harm:.2f}.",
         "Geometry": f"{'none' if advice.geometry is None else repr(advice.geometry)}. Loss of the other "
         f"kinds of rehearsal at their best: {'; '.join(ended) or 'none'}.",
         "Start": _about_start(start),
@@ -314,7 +317,8 @@ def advise(
     on one half of the held-out rows with the noise of the plan. The score is the middle between the loss of these rows
     and that of the other half. The learning rate is the largest within one standard error of the best. It is lowered by
     factors of sqrt(10) while that lowers the held-out loss after the whole run, rehearsed on the public rows, by 1/8
-    nat for models that return logits, or by a factor of 1.2 for others. At last, half such a step is tried.
+    nat for models that return logits, or by a factor of 1.2 for others. At last, half such a step is tried. A whole run
+    learns a few public users by heart, so for users the same run without noise is the measure.
 
     Guarantee: no private row is read, so advice costs no privacy.
 
@@ -505,7 +509,8 @@ class _Rehearsals:
         self.public, self.held_out, self.finish, self.say = public, held_out, finish, say
         self.steps = min(plan.steps, _REHEARSED_STEPS)
         self._plan_steps = plan.steps
-        self._noise_records = _NOISE_ROWS if plan.unit == "example" else _NOISE_USERS
+        self._by_user = plan.unit == "user"
+        self._noise_records = _NOISE_USERS if self._by_user else _NOISE_ROWS
         affordable = 3 * half * _REHEARSED_STEPS // self._noise_records
         self._noise_steps = min(plan.steps, _NOISE_STEPS, max(affordable, self.steps))
         before = per_example(model, loss_fn, held_out.rows).double().mean()
@@ -567,10 +572,21 @@ class _Rehearsals:
         return (harm - less) * self._start > _NATS * steps
 
     def _harm(self, point: _Point, stable: _Point) -> float:
-        """Held-out loss after the whole run on public rows, as a multiple of that of the start."""
+        """Held-out loss after the whole run on public rows, as a multiple of that of the start.
+
+        A few public users are learnt by heart in a whole run, which many private ones are not. So for users the start
+        is replaced by the end of the same run without noise.
+        """
+        after = self._whole_run(point, stable, noise=1.0)
+        if not self._by_user or after == math.inf:
+            return after / max(self._start, 1e-12)
+        return after / max(self._whole_run(point, stable, noise=_NO_NOISE), 1e-12)
+
+    def _whole_run(self, point: _Point, stable: _Point, noise: float) -> float:
         room = 1.0 if point.optimizer == "Adam" else _RATE_STEP * self.rate(stable) / self.rate(point)
-        self.say(f"the whole run on public rows, at learning rate {self.rate(point):.3g}")
-        after = rehearse_noise(
+        with_noise = "" if noise == 1 else ", without noise"
+        self.say(f"the whole run on public rows, at learning rate {self.rate(point):.3g}{with_noise}")
+        return rehearse_noise(
             self._trainers[point.optimizer],
             self.public,
             self.held_out.rows,
@@ -579,11 +595,11 @@ class _Rehearsals:
             steps=self._noise_steps,
             records=self._noise_records,
             pace=max(1.0, min(self._plan_steps / self._noise_steps, room)),
+            noise=noise,
             lr_end=LR_END,
             average=average_for(self._noise_steps),
             finish=self.finish,
         )
-        return after / max(self._start, 1e-12)
 
     def tried(self) -> list[Tried]:
         """All rehearsals."""

@@ -204,6 +204,7 @@ def rehearse_noise(
     steps: int,
     records: int,
     pace: float,
+    noise: float,
     lr_end: float,
     average: AverageKind,
     finish: Finish | None,
@@ -213,7 +214,7 @@ def rehearse_noise(
     The start has learnt the public records already, so hardly anything but the noise changes it. A step stands for
     `pace` steps of the trainer's plan: the learning rate is as many times larger, and the noise smaller by the square
     root of it. Where steps are small, neither the way nor the spread of the weights changes (Li et al. 2019). Each step
-    has an expected number of `records` records.
+    has an expected number of `records` records. `noise` multiplies the noise.
 
     References:
         Li et al. (2019), Stochastic Modified Equations and Dynamics of Stochastic Gradient Algorithms,
@@ -228,7 +229,7 @@ def rehearse_noise(
         spare_steps=0,
         expected_batch_size=float(records),
         sampling_rate=records / len(stand_in),
-        noise_multiplier=plan.noise_multiplier * records / (plan.expected_batch_size * math.sqrt(pace)),
+        noise_multiplier=noise * plan.noise_multiplier * records / (plan.expected_batch_size * math.sqrt(pace)),
     )
     copied = _copy(trainer, shorter, geometry, lr_factor * pace, lr_end, average)
     with tempfile.TemporaryDirectory(prefix="halfsilver-") as folder:
