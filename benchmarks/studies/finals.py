@@ -3,9 +3,9 @@
     python -m benchmarks.studies.finals benchmarks/results/geometry/wikitext2-eps1.71-search.json --seeds 3 --out DIR
 
 The record names task, recipe and epsilon, and has the figures on held-out public rows of each setting that was tried.
-Its `score` decides (default: the loss). The runs are those of `halfsilver compare` at these settings, and whatever lies
-in DIR is not run again. `--curve-points 0` draws no curves, which take long on many test rows. `--only 2` runs one seed
-and leaves the others to a later call.
+Its `score` decides (default: the loss), and its `changes` replace fields of the recipe. The runs are those of
+`halfsilver compare` at these settings, and whatever lies in DIR is not run again. `--curve-points 0` draws no curves,
+which take long on many test rows. `--only 2` runs one seed and leaves the others to a later call.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def best_settings(tried: Sequence[Mapping[str, Any]], score: str = "loss") -> di
 def finals(record: Mapping[str, Any], *, seeds: int, data: Path, out: Path, curve_points: int = CURVE_POINTS) -> Study:
     """The study of the final runs."""
     recipe, more = load(record["task"], record["recipe"])
+    recipe = replace(recipe, **record.get("changes", {}))
     settings = best_settings(record["tried"], record.get("score", "loss"))
     arms, options = resolve(["public", *settings]), {**more.get("task", {}), "validation": 0}
     request = Request(
