@@ -29,8 +29,7 @@ still 10.
 
 whitened helps where there is much noise: +0.0025 +- 0.0005 over warm at 0.1, +0.0016 +- 0.0004 at 0.5. At 1 it ties
 (-0.0003 +- 0.0003), and at 8 it is behind (-0.0005 +- 0.0002). Its clip norms are the median gradient norm of public
-rows at 0.1, and twice that above. With half of the median, which the estimator takes if it is given none, it was
-behind warm at 0.5 and 1.
+rows at 0.1, and twice that above. With half of the median it was behind warm at 0.5 and 1.
 """
 
 from __future__ import annotations
