@@ -6,12 +6,17 @@ import math
 
 import numpy as np
 import pytest
-from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+from dp_accounting.pld.common import DifferentialPrivacyParameters
+from dp_accounting.pld.privacy_loss_distribution import (
+    PrivacyLossDistribution,
+    from_gaussian_mechanism,
+    from_privacy_parameters,
+)
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfsilver.privacy.loss_distribution import deltas, gaussian_loss
+from halfsilver.privacy.loss_distribution import deltas, epsilon_at, gaussian_loss
 
 WAYS = pytest.mark.parametrize("way", [AdjacencyType.REMOVE, AdjacencyType.ADD], ids=["remove", "add"])
 RATES = st.floats(1e-6, 1.0) | st.sampled_from([1e-8, 1 - 1e-9, 1.0])
@@ -34,7 +39,7 @@ def test_deltas_are_those_of_dp_accounting(way: AdjacencyType, sigma: float, rat
     edge = math.log1p(-rate) if rate < 1 else -1.0
     epsilons = np.array([low + share * (high - low), 0.0, edge, -edge, low, high])
     np.testing.assert_allclose(
-        deltas(epsilons, sigma, rate, way), theirs(epsilons, sigma, rate, way), rtol=1e-9, atol=1e-15
+        deltas(epsilons, sigma, rate, way), theirs(epsilons, sigma, rate, way), rtol=1e-9, atol=1e-14
     )
 
 
@@ -46,10 +51,47 @@ def test_a_wrong_rate_or_scale_is_noticed(way: AdjacencyType) -> None:
         assert np.abs(deltas(epsilons, sigma, rate, way) - right).max() > 1e-5
 
 
-@pytest.mark.parametrize(
+STEPS = pytest.mark.parametrize(
     ("sigma", "rate", "steps"), [(1.51, 500 / 48_000, 9600), (20.0, 0.01, 9600), (1.0, 0.3, 30), (2.0, 1.0, 5)]
 )
-def test_epsilon_after_many_steps(sigma: float, rate: float, steps: int) -> None:
-    ours = gaussian_loss(sigma, rate, 1e-3).self_compose(steps).get_epsilon_for_delta(1e-5)
-    once = from_gaussian_mechanism(sigma, sampling_prob=rate, value_discretization_interval=1e-3)
-    assert ours == pytest.approx(once.self_compose(steps).get_epsilon_for_delta(1e-5), rel=1e-7)
+
+
+@STEPS
+@pytest.mark.parametrize("interval", [1e-2, 1e-3])
+def test_the_discretised_distribution_is_that_of_dp_accounting(
+    sigma: float, rate: float, steps: int, interval: float
+) -> None:
+    ours, other = gaussian_loss(sigma, rate, interval), dp_accountings(sigma, rate, interval)
+    for one, two in ((ours, other), (ours.self_compose(steps), other.self_compose(steps))):
+        epsilons = np.linspace(-1.0, 5.0, 101)
+        np.testing.assert_allclose(
+            one.get_delta_for_epsilon(epsilons), two.get_delta_for_epsilon(epsilons), rtol=1e-8, atol=1e-12
+        )
+
+
+@STEPS
+@pytest.mark.parametrize(("delta", "digits"), [(1e-10, 1e-4), (1e-6, 1e-6), (0.1, 1e-6)])
+def test_epsilon_after_many_steps(sigma: float, rate: float, steps: int, delta: float, digits: float) -> None:
+    """dp-accounting's Fourier transform is exact to about 1e-13, which shows where delta is 1e-10."""
+    composed = dp_accountings(sigma, rate, 1e-3).self_compose(steps)
+    found = epsilon_at(gaussian_loss(sigma, rate, 1e-3).self_compose(steps), delta)
+    assert found == pytest.approx(composed.get_epsilon_for_delta(delta), rel=digits, abs=1e-9)
+
+
+@pytest.mark.parametrize("delta", [1e-10, 1e-6, 0.1])
+def test_epsilon_is_the_least_one_from_above(delta: float) -> None:
+    composed = gaussian_loss(1.5, 0.02, 1e-3).self_compose(500)
+    found = epsilon_at(composed, delta)
+    assert composed.get_delta_for_epsilon(found) <= delta
+    assert found == 0 or composed.get_delta_for_epsilon(found * (1 - 1e-8)) > delta
+
+
+def test_an_infinite_loss_and_a_large_delta() -> None:
+    both = from_privacy_parameters(DifferentialPrivacyParameters(1.0, 1e-3), value_discretization_interval=1e-3)
+    assert epsilon_at(both, 1e-4) == math.inf == both.get_epsilon_for_delta(1e-4)
+    assert epsilon_at(both, 2e-3) == pytest.approx(both.get_epsilon_for_delta(2e-3), rel=1e-9)
+    assert epsilon_at(both, 0.9) == 0.0
+
+
+def dp_accountings(sigma: float, rate: float, interval: float) -> PrivacyLossDistribution:
+    return from_gaussian_mechanism(sigma, sampling_prob=rate, value_discretization_interval=interval)

@@ -34,7 +34,7 @@ from dp_accounting.pld.common import DifferentialPrivacyParameters
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution, from_privacy_parameters
 
 from halfsilver.errors import ConfigError, require
-from halfsilver.privacy.loss_distribution import gaussian_loss
+from halfsilver.privacy.loss_distribution import epsilon_at, gaussian_loss
 
 Accountant = Literal["pld", "rdp"]
 
@@ -263,7 +263,7 @@ def _epsilon(
         if bound > _BEYOND_USE:
             return bound
     if accountant == "pld":
-        return float(_loss_distribution(steps, pairs, interval).get_epsilon_for_delta(delta))
+        return epsilon_at(_loss_distribution(steps, pairs, interval), delta)
     with _quiet_absl():
         known = _rdp_of(steps)
         total = [r + sum(pair.rdp(a) for pair in pairs) for a, r in zip(known.orders, known.rdp, strict=True)]
