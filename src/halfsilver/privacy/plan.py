@@ -336,7 +336,7 @@ class PrivacyPlan:
             require(all(plan.unit == self.unit for plan in after), "unit", self.unit, "that of the plans in after")
             spent = epsilon_of(before, delta, accountant)
             require(spent < epsilon, "epsilon of the plans in after", spent, f"below epsilon={epsilon:g}")
-        # A coarse PLD is a cheap upper bound, from which the fine search begins.
+        # A coarse PLD is a cheap upper bound, from which the fine search begins, and mostly where it ends.
         intervals = (0.0,) if accountant == "rdp" else (1e-3, PLD_INTERVAL)
         sigma, step = 1.0, 1.1
         for interval in intervals:
@@ -345,7 +345,9 @@ class PrivacyPlan:
                 counts = [*before, replace(self, noise_multiplier=s).count()]
                 return epsilon_of(counts, delta, accountant, interval=interval)
 
-            sigma, step = least_noise(at, epsilon, start=sigma, step=step), 1 + (step - 1) / 10
+            tolerance = 1e-4 if interval == intervals[-1] else 3e-5
+            sigma = least_noise(at, epsilon, start=sigma, step=step, tolerance=tolerance)
+            step = 1 + (step - 1) / 10
         return replace(self, noise_multiplier=sigma)
 
     @classmethod
@@ -434,12 +436,15 @@ def _whole(value: object) -> bool:
 def least_noise(
     epsilon_at: Callable[[float], float], target: float, *, start: float, step: float, tolerance: float = 1e-4
 ) -> float:
-    """The smallest noise multiplier whose epsilon is at most `target`, from above, to a relative `tolerance`.
+    """The smallest noise multiplier whose epsilon is at most `target`, from above, to a relative `tolerance` of either.
 
     log(epsilon) is nearly straight in log(sigma), so interpolation lands within the tolerance in a few evaluations; a
     point on either side of the guess then closes the bracket. The upper end always has an epsilon that was computed.
     """
-    known = _bracket(epsilon_at, target, start, step)
+    known = {start: epsilon_at(start)}
+    if (1 - tolerance) * target <= known[start] <= target:
+        return start
+    known = _bracket(epsilon_at, target, known, step)
     while True:
         low = max(s for s, e in known.items() if e > target)
         high = min(s for s, e in known.items() if e <= target)
@@ -459,11 +464,12 @@ def _interpolate(low: tuple[float, float], high: tuple[float, float], target: fl
     return math.exp(math.log(s0) + share * (math.log(s1) - math.log(s0)))
 
 
-def _bracket(epsilon_at: Callable[[float], float], target: float, start: float, step: float) -> dict[float, float]:
+def _bracket(
+    epsilon_at: Callable[[float], float], target: float, known: dict[float, float], step: float
+) -> dict[float, float]:
     """Evaluated noise multipliers, at least one above the target epsilon and one at or below it."""
-    known = {start: epsilon_at(start)}
-    factor = step if known[start] > target else 1 / step
-    sigma = start
+    (sigma,) = known
+    factor = step if known[sigma] > target else 1 / step
     while (known[sigma] > target) == (factor > 1):
         sigma = min(max(sigma * factor, _SIGMA_RANGE[0]), _SIGMA_RANGE[1])
         if sigma in known:
