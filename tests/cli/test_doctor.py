@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import re
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def test_healthy_here(tmp_path: Path) -> None:
     assert (code, report["healthy"], failed(report)) == (0, True, set())
     assert {f"backend {name}" for name in BACKENDS} <= {check["name"] for check in report["checks"]}
     assert list(tmp_path.iterdir()) == []
+    (half,) = [check["found"] for check in report["checks"] if check["name"] == "bfloat16"]
+    assert re.match(r"a convolution takes [\d.e+-]+ times as long as in float32 on this processor", half)
 
 
 def test_a_missing_extra_is_named_and_no_illness(monkeypatch: pytest.MonkeyPatch) -> None:
