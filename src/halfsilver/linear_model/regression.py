@@ -62,7 +62,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         learning_rate: The step size, above 0. Default 0.25. For "warm" and "cold" it is in units of the inverse mean
             curvature. Raise it towards 1 if noise is small, and lower it if noise dominates.
         max_grad_norm: The clip norm of one row's gradient, above 0. Default None, which takes the median gradient norm
-            of public rows at the public solution.
+            of public rows at the public solution for "whitened", and half of it otherwise, where noise costs more.
         damping: Added to H, in units of its mean eigenvalue; at least 0. Default 1e-3. Raise it if public rows are few.
         constraint: A set that keeps each iterate, such as `halfsilver.mirror.L2Ball`. Default None.
         average: Which iterate is returned: "uniform" (the default) for the mean of all, a decay in (0, 1) for an
@@ -219,7 +219,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             sampling_rate=1.0,
             expected_batch_size=run.rows(private, sigma),
             noise_multiplier=sigma,
-            max_grad_norm=self.max_grad_norm or public.typical_gradient_norm(root),
+            max_grad_norm=self.max_grad_norm or public.typical_gradient_norm(root) / (1 if self._whitens else 2),
         )
 
     def _mirror(self, public: _Public) -> MirrorMap:
