@@ -62,8 +62,10 @@ def measure(timed: dict[str, Sequence[str]], reps: int) -> dict[str, Any]:
     for _ in range(reps):
         for name, command in timed.items():
             taken[name].append(seconds(command))
-    return {name: {"clock": _spread([w for w, _ in t]), "processor": _spread([c for _, c in t])}
-            for name, t in taken.items()}  # fmt: skip
+    return {
+        name: {"clock": _spread([wall for wall, _ in both]), "processor": _spread([own for _, own in both])}
+        for name, both in taken.items()
+    }
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

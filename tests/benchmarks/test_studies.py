@@ -73,6 +73,8 @@ def test_final_runs_take_the_settings_of_a_recorded_search(tmp_path: Path, monke
         ("warm", 1.0),
     ]
     assert not (tmp_path / "study" / "search").exists()
+    changed = finals.finals({**record, "changes": {"epochs": 3}}, seeds=1, data=tmp_path, out=tmp_path / "other")
+    assert (study.request.recipe.epochs, changed.request.recipe.epochs) == (small.RECIPE.epochs, 3)
 
 
 def test_an_advised_run_stands_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

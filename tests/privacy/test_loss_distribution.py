@@ -44,6 +44,15 @@ def test_deltas_are_those_of_dp_accounting(way: AdjacencyType, sigma: float, rat
 
 
 @WAYS
+def test_losses_whose_exponential_is_no_float(way: AdjacencyType) -> None:
+    """Little noise and a small rate: losses go to 870, and warnings are errors."""
+    epsilons = np.linspace(*range_of_losses(0.03, 1e-8, way), 50)
+    np.testing.assert_allclose(
+        deltas(epsilons, 0.03, 1e-8, way), theirs(epsilons, 0.03, 1e-8, way), rtol=1e-9, atol=1e-14
+    )
+
+
+@WAYS
 def test_a_wrong_rate_or_scale_is_noticed(way: AdjacencyType) -> None:
     epsilons = np.linspace(*range_of_losses(1.5, 0.02, way), 50)
     right = theirs(epsilons, 1.5, 0.02, way)

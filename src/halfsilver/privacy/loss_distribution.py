@@ -93,8 +93,9 @@ def deltas(epsilons: NDArray[np.float64], sigma: float, rate: float, way: Adjace
     removed = way is AdjacencyType.REMOVE
     losses = epsilons if removed else -epsilons
     reached = losses > (math.log1p(-rate) if rate < 1 else -math.inf)  # log(Q/P) is above this everywhere
-    # There, e^epsilon P is less than Q at every x, or e^epsilon Q more than P.
-    found = -np.expm1(epsilons) if removed else np.zeros_like(epsilons)
+    found = np.zeros_like(epsilons)
+    if removed:  # elsewhere e^epsilon P is less than Q at every x; where one is added, e^epsilon Q is more than P
+        found[~reached] = -np.expm1(epsilons[~reached])
     loss, epsilon = losses[reached], epsilons[reached]
     # e^loss may be too large for a float; and at the edge the logarithm is minus infinity, where the cut belongs.
     small = np.maximum(np.expm1(np.minimum(loss, 1.0)) / rate, -1.0)
