@@ -204,7 +204,7 @@ TASKS = {
         views=(scaled, scaled_and_flipped),
         epochs=60,
         patches=1024,
-        epsilons=(0.5, 1.0, 2.0, 4.0),
+        epsilons=(0.5, 1.0, 2.0, 3.51, 8.0),
         delta=1e-5,
     ),
     "emnist": Task(
@@ -216,7 +216,7 @@ TASKS = {
         views=(scaled_letters,),
         epochs=40,
         patches=0,
-        epsilons=(0.48, 3.0),
+        epsilons=(0.48, 1.0, 3.0),
         delta=1e-6,
     ),
 }
