@@ -68,7 +68,9 @@ def test_then_all_weights_learn_within_one_epsilon(tmp_path: Path) -> None:
 
 def test_a_plan_after_another_spends_the_rest_by_an_independent_composition() -> None:
     first = hs.PrivacyPlan.calibrate(epsilon=1, delta=1e-5, population=1000, batch_size=1000, steps=10)
-    second = hs.PrivacyPlan.calibrate(epsilon=2, delta=1e-5, population=1000, batch_size=50, steps=100, after=[first])
+    second = hs.PrivacyPlan.calibrate(
+        epsilon=2, delta=1e-5, population=1000, batch_size=50, steps=100, spare_steps=0, after=[first]
+    )
     accountant = pld.PLDAccountant(value_discretization_interval=1e-4)
     accountant.compose(dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(first.noise_multiplier), 10))
     sampled = dpa.PoissonSampledDpEvent(0.05, dpa.GaussianDpEvent(second.noise_multiplier))

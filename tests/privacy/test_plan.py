@@ -9,6 +9,7 @@ import pytest
 
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.strategies import Correlated
 
 PLAN = {"steps": 100, "sampling_rate": 0.01, "expected_batch_size": 64, "noise_multiplier": 1.0}
 
@@ -86,7 +87,15 @@ def test_spare_steps_are_paid_for() -> None:
     args: dict[str, Any] = {"epsilon": 1, "delta": 1e-5, "population": 1000, "batch_size": 10}
     plan = PrivacyPlan.calibrate(steps=90, spare_steps=10, **args)
     assert plan.max_releases == 100
-    assert plan.noise_multiplier == PrivacyPlan.calibrate(steps=100, **args).noise_multiplier
+    assert plan.noise_multiplier == PrivacyPlan.calibrate(steps=100, spare_steps=0, **args).noise_multiplier
+
+
+def test_one_step_in_fifty_is_spare_unless_noise_is_correlated() -> None:
+    args: dict[str, Any] = {"epsilon": 1, "delta": 1e-5, "population": 1000, "batch_size": 10}
+    assert [PrivacyPlan.calibrate(steps=steps, **args).spare_steps for steps in (1, 49, 50, 100)] == [0, 0, 1, 2]
+    assert PrivacyPlan.calibrate(steps=50, noise=Correlated(buffers=1), **args).spare_steps == 0
+    plain, with_spare = (PrivacyPlan.calibrate(steps=1000, spare_steps=spare, **args) for spare in (0, None))
+    assert plain.noise_multiplier < with_spare.noise_multiplier < 1.01 * plain.noise_multiplier
 
 
 def test_closed_form_is_algorithm_1_line_2() -> None:

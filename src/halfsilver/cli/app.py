@@ -95,7 +95,9 @@ def calibrate(
     sampling_rate: Annotated[
         float | None, typer.Option(help="Batch size / population, in (0, 1], in place of these two.")
     ] = None,
-    spare_steps: Annotated[int, typer.Option(help="Further steps to reserve for repeats after a crash.")] = 0,
+    spare_steps: Annotated[
+        int, typer.Option(help="Further steps to reserve for repeats after a crash. In Python: one per 50 steps.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Compute the smallest noise that keeps a run within epsilon."""

@@ -55,14 +55,14 @@ class Privacy:
         delta: In (0, 1), well below 1 / population.
         population: The number of private records, or users, as you declare it. It is never counted.
         unit: "example" or "user" (default: "example"). For "user", give `PrivateData(rows, users=keys)`.
-        spare_steps: Further steps to reserve for repeats after a crash (default: 0).
+        spare_steps: Further steps to reserve for repeats after a crash (default: one per 50 steps).
     """
 
     epsilon: float
     delta: float
     population: int
     unit: Literal["example", "user"] = "example"
-    spare_steps: int = 0
+    spare_steps: int | None = None
 
 
 @final

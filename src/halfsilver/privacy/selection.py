@@ -196,7 +196,7 @@ class Selection:
         steps: int | None = None,
         max_grad_norm: float = 1.0,
         unit: Unit = "example",
-        spare_steps: int = 0,
+        spare_steps: int | None = None,
         eta: float = 0.0,
     ) -> Selection:
         """The selection with the least noise in each run whose epsilon, for everything together, is at most `epsilon`.
@@ -212,7 +212,7 @@ class Selection:
             max_grad_norm: Clip norm. It does not change epsilon, so it may be one of the settings.
             unit: "example" or "user".
             spare_steps: Releases of one run that are kept in hand for repeats after a crash. A run that lacks them
-                cannot be resumed, and the selection would have to be paid for again.
+                cannot be resumed, and the selection would have to be paid for again (default: one per 50 steps).
             eta: The shape of the distribution, in [0, 10].
 
         Returns:
