@@ -120,6 +120,61 @@ def test_without_noise_it_is_the_formula(data: tuple[Rows, Rows, Rows], monkeypa
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+def test_weights_without_noise_are_those_of_the_formula(
+    data: tuple[Rows, Rows, Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weighted Hessian and gradients in NumPy; weights above the bound count as the bound."""
+    (x, y), (xp, yp), _ = data
+    weights, public = (np.random.default_rng(7).uniform(0, 3, size=n) for n in (4000, 100))
+    options: Any = {"max_grad_norm": 500.0, "n_private": 4000, "steps": 2, "learning_rate": 0.5, "average": None}
+    monkeypatch.setattr(
+        "halfsilver.privacy.releases.noisy_mean",
+        lambda clipped, *_, expected, **__: [t / expected for t in clipped.tensors],
+    )
+    x1, xp1 = (np.hstack([a, np.ones((len(a), 1))]) for a in (x, xp))
+    hessian = xp1.T @ (public[:, None] * xp1) / 100
+    damped = hessian + 1e-3 * np.trace(hessian) / 9 * np.eye(9)
+    theta, cut = np.linalg.solve(damped, xp1.T @ (public * yp) / 100), np.minimum(weights, 2.0)
+    for _ in range(2):
+        theta = theta - 0.5 * np.linalg.solve(damped, x1.T @ (cut * (x1 @ theta - y)) / 4000)
+    given = {"X_public": xp, "y_public": yp, "sample_weight": weights, "sample_weight_public": public}
+    for method in ("pda", "whitened"):
+        model = MirrorLinearRegression(method=method, max_weight=2.0, **options)
+        model.fit(x, y, **given)
+        np.testing.assert_allclose(np.append(model.coef_, model.intercept_), theta, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, sparse.csr_matrix])
+@pytest.mark.parametrize("weight", [np.nan, -1.0, "seven", 0.0])
+def test_a_private_row_whose_weight_is_no_weight_contributes_nothing(
+    data: tuple[Rows, Rows, Rows], kind: Any, weight: Any
+) -> None:
+    (x, y), (xp, yp), _ = data
+    weights = np.ones(4000, dtype=object)
+    weights[3] = weight
+    public = {"X_public": kind(xp), "y_public": yp, "sample_weight_public": np.ones(100)}
+    model = MirrorLinearRegression(unsafe_seed=1, n_private=4000, steps=3)
+    found = model.fit(kind(x), y, sample_weight=weights, **public).coef_
+    others = np.arange(4000) != 3
+    wanted = model.fit(kind(x[others]), y[others], sample_weight=np.ones(3999), **public).coef_
+    np.testing.assert_allclose(found, wanted, atol=1e-9)
+
+
+def test_weights_are_given_for_both_sides_and_public_ones_are_checked(data: tuple[Rows, Rows, Rows]) -> None:
+    (x, y), (xp, yp), _ = data
+    rows = {"X_public": xp, "y_public": yp}
+    with pytest.raises(ConfigError, match="together"):
+        MirrorLinearRegression().fit(x, y, **rows, sample_weight=np.ones(4000))
+    for wrong in (np.ones(99), np.full(100, -1.0), np.full(100, np.nan), np.zeros(100)):
+        with pytest.raises(ConfigError, match="sample_weight_public"):
+            MirrorLinearRegression().fit(x, y, **rows, sample_weight=np.ones(4000), sample_weight_public=wrong)
+    own = np.ones(4000)
+    with pytest.raises(ConfigError, match="Private rows were given as sample_weight_public"):
+        MirrorLinearRegression().fit(x, y, **rows, sample_weight=own, sample_weight_public=own[:100])
+    with pytest.raises(ConfigError, match="max_weight"):
+        MirrorLinearRegression(max_weight=0.0).fit(x, y, **rows)
+
+
 def test_sparse_equals_dense(data: tuple[Rows, Rows, Rows]) -> None:
     (x, y), (xp, yp), _ = data
     x, xp = (np.where(np.abs(a) > 0.3, a, 0.0) for a in (x, xp))

@@ -30,7 +30,7 @@ try:
     from sklearn.base import BaseEstimator, RegressorMixin
     from sklearn.utils.validation import check_is_fitted, validate_data
 
-    from halfsilver.privacy.arrays import private_rows, with_ones
+    from halfsilver.privacy.arrays import private_rows, scaled_rows, with_ones
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtra("scikit-learn", "sklearn") from error
 
@@ -68,6 +68,8 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         average: Which iterate is returned: "uniform" (the default) for the mean of all, a decay in (0, 1) for an
             exponential mean, or None for the last one.
         fit_intercept: Whether to fit an intercept. Default True.
+        max_weight: The largest sample weight, above 0. Default 1. Larger weights of private rows are cut to it. The
+            clip norm bounds a row's influence in any case.
         n_private: The number of private rows, if it is public; at least 1. It only scales the mean. Default None, which
             releases a noisy count for the price of one step.
         ledger: The ledger of the private data set, or its path. Default None, which makes one in `run_dir`.
@@ -102,6 +104,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         constraint: ConstraintSet | None = None,
         average: AverageKind = "uniform",
         fit_intercept: bool = True,
+        max_weight: float = 1.0,
         n_private: int | None = None,
         ledger: Ledger | str | Path | None = None,
         run_dir: str | Path | None = None,
@@ -117,12 +120,22 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         self.constraint = constraint
         self.average = average
         self.fit_intercept = fit_intercept
+        self.max_weight = max_weight
         self.n_private = n_private
         self.ledger = ledger
         self.run_dir = run_dir
         self.unsafe_seed = unsafe_seed
 
-    def fit(self, X: Any, y: Any, *, X_public: Any = None, y_public: Any = None) -> Self:
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        *,
+        X_public: Any = None,
+        y_public: Any = None,
+        sample_weight: Any = None,
+        sample_weight_public: Any = None,
+    ) -> Self:
         """Fit to private rows, with public rows as the mirror map.
 
         A private row with NaN or infinite entries contributes zero. Public rows must be finite.
@@ -132,6 +145,11 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             y: The private targets, of shape (rows,).
             X_public: The public features, with the same columns. Required.
             y_public: The public targets. Required.
+            sample_weight: A weight for each private row, of shape (rows,), at least 0; cut to `max_weight`. The sum of
+                gradients is divided by the number of rows and not by that of the weights, which would have to be
+                released. Default None, all 1.
+            sample_weight_public: The same for public rows, at least 0 and finite. Default None, all 1. Give both or
+                none, because the size of a step follows from public weights.
 
         Returns:
             The estimator, with `coef_`, `intercept_`, `epsilon_`, `plan_` and `run_dir_`. With ``method="public"`` only
@@ -143,19 +161,27 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             BudgetExceeded: If the ledger's budget does not allow the first step.
         """
         require(self.method in _METHODS, "method", self.method, f"in {_METHODS}")
+        require(0 < self.max_weight < np.inf, "max_weight", self.max_weight, "in (0, inf)")
         if self._whitens and (sparse.issparse(X) or self.constraint is not None):
             raise ConfigError("Expected dense rows and no constraint for method='whitened'. Use method='pda'.")
         require_one_process(type(self).__name__)
         check_callers(type(self).__name__, self.ledger, spends=registered(self.method).trains)
-        private, dtype, width = private_rows(self, X, y, intercept=self.fit_intercept)
+        private, dtype, width = private_rows(
+            self, X, y, intercept=self.fit_intercept, sample_weight=sample_weight, max_weight=self.max_weight
+        )
         if X_public is None or y_public is None:
             raise ConfigError("Expected X_public and y_public: without public rows use DP-SGD (hs.Trainer).")
-        for name, data in (("X_public", X_public), ("y_public", y_public)):
-            if shares_rows(X, data) or shares_rows(y, data):
+        if (sample_weight is None) != (sample_weight_public is None):
+            raise ConfigError("Expected sample_weight and sample_weight_public together, or none of them.")
+        given = {"X_public": X_public, "y_public": y_public, "sample_weight_public": sample_weight_public}
+        for name, data in given.items():
+            if any(data is not None and own is not None and shares_rows(own, data) for own in (X, y, sample_weight)):
                 raise ConfigError(f"Private rows were given as {name}, which must be public. Use other rows.")
         accept = {"accept_sparse": "csr", "y_numeric": True, "dtype": [np.float64, np.float32]}
         x_public, y_public = validate_data(self, X_public, y_public, reset=False, **accept)
         x_public = with_ones(x_public) if self.fit_intercept else x_public
+        if sample_weight_public is not None:
+            x_public, y_public = scaled_rows(x_public, y_public, _public_weights(sample_weight_public, len(y_public)))
         public = _Public(x_public, torch.tensor(y_public, dtype=torch.float64), self.damping)
         theta = public.solution
         if registered(self.method).trains:
@@ -243,6 +269,14 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         tags.input_tags.sparse = True
         tags.non_deterministic = True
         return tags
+
+
+def _public_weights(values: Any, rows: int) -> np.ndarray:
+    weights = np.asarray(values, dtype=np.float64)
+    require(weights.shape == (rows,), "shape of sample_weight_public", weights.shape, f"({rows},)")
+    usable = bool(np.isfinite(weights).all() and (weights >= 0).all() and weights.any())
+    require(usable, "sample_weight_public", weights, "finite, at least 0, and not all 0")
+    return weights
 
 
 def squared_loss(model: Any, batch: Batch) -> Tensor:

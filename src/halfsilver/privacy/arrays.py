@@ -17,8 +17,12 @@ from halfsilver.privacy.row_map import RowMap
 from halfsilver.privacy.silence import silent
 
 
-def private_rows(estimator: Any, x: Any, y: Any, *, intercept: bool) -> tuple[PrivateData, torch.dtype, int]:
+def private_rows(
+    estimator: Any, x: Any, y: Any, *, intercept: bool, sample_weight: Any = None, max_weight: float = 1.0
+) -> tuple[PrivateData, torch.dtype, int]:
     """A handle on the rows (x, y, |x|) for `LinearModel`, their dtype, and the number of coefficients.
+
+    A row of weight w becomes sqrt(w) (x, y), whose squared error has that weight.
 
     NaN and infinite entries pass, in x and in y, and what is no number becomes NaN: such a row contributes nothing, and
     an error would tell of it. Errors are about kind and shape of the whole, and quote no value.
@@ -29,6 +33,8 @@ def private_rows(estimator: Any, x: Any, y: Any, *, intercept: bool) -> tuple[Pr
     y = column_or_1d(numbers(y, "y"), warn=True).astype(np.float64)
     check_consistent_length(x, y)
     x = with_ones(x) if intercept else x
+    if sample_weight is not None:
+        x, y = scaled_rows(x, y, _weights(sample_weight, x, max_weight))
     width = int(x.shape[1])
     if sparse.issparse(x):
         return PrivateData.of(SparseRecords.make(x, torch.from_numpy(y))), torch.float64, width
@@ -58,8 +64,7 @@ def private_labelled_rows(
     check_consistent_length(x, labels)
     weights = np.ones(len(labels))
     if sample_weight is not None:
-        weights = np.minimum(column_or_1d(numbers(sample_weight, "sample_weight")).astype(np.float64), max_weight)
-        check_consistent_length(x, weights)
+        weights = _weights(sample_weight, x, max_weight)
     offsets = np.zeros((len(labels), 0))
     if base is not None:
         offsets = numbers(base, "base").astype(np.float64)
@@ -68,6 +73,24 @@ def private_labelled_rows(
     weights = weights * class_weights[labels.clip(0)]
     columns = (row_map(x), labels, weights, offsets)
     return PrivateData(softmax_records(*map(torch.from_numpy, columns)))
+
+
+def _weights(sample_weight: Any, x: Any, bound: float) -> np.ndarray[Any, Any]:
+    weights = column_or_1d(numbers(sample_weight, "sample_weight")).astype(np.float64)
+    check_consistent_length(x, weights)
+    cut: np.ndarray[Any, Any] = np.minimum(weights, bound)
+    return cut
+
+
+def scaled_rows(x: Any, y: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> tuple[Any, np.ndarray[Any, Any]]:
+    """Features and targets times the root of each row's weight. Where that is negative or NaN, the target is NaN."""
+    with np.errstate(all="ignore"):  # a warning would tell of a row
+        roots = np.sqrt(weights)
+        if sparse.issparse(x):
+            scaled = x.tocsr(copy=True)
+            scaled.data *= np.repeat(roots, np.diff(scaled.indptr)).astype(x.dtype)
+            return scaled, y * roots
+        return x * roots[:, None].astype(x.dtype), y * roots
 
 
 def private_length(estimator: Any, x: Any, y: Any) -> PrivateData:
