@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -27,13 +27,18 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One task at one epsilon: mean figures by method, and the method that the library takes."""
+    """One task at one epsilon: mean figures by method, and the method that the library takes.
+
+    `minutes` is the time of one seed of that method: of a head with its network and features, of a study the private
+    run without the public start, as a machine took it beside other work. None where it is not on record.
+    """
 
     task: str
     epsilon: float
     figures: Mapping[str, Figures]
     chosen: str
     seeds: int
+    minutes: float | None
     command: str
 
     def cells(self) -> list[str]:
@@ -49,6 +54,7 @@ class Row:
             f"{chosen} (`{self.chosen}`)",
             ceiling,
             str(self.seeds),
+            "" if self.minutes is None else f"{self.minutes:.0f}",
             f"`{self.command}`",
         ]
 
@@ -105,14 +111,33 @@ def _heads(task: str, title: str, stem: str) -> Iterator[Row]:
         json.loads(path.read_text(encoding="utf-8"))["results"]
         for path in sorted((RESULTS / "heads").glob(f"{stem}-seed?-head-network.json"))
     ]
-    common = set.intersection(*({one["epsilon"] for one in record} for record in records))
-    for epsilon in sorted(one for one in common if one):
+    made = [
+        json.loads(path.read_text(encoding="utf-8"))["seconds"]
+        for path in sorted((RESULTS / "heads").glob(f"{stem}-seed?.json"))
+    ]
+    before = median(one["network"] + one["features"] for one in made)
+    private = {one["epsilon"] for record in records for one in record if one["epsilon"]}
+    for epsilon in sorted(private):
         at: dict[str, list[Figures]] = {}
-        for one in (one for record in records for one in record if one["epsilon"] in (epsilon, 0.0, None)):
+        having = [record for record in records if any(one["epsilon"] == epsilon for one in record)]
+        for one in (one for record in having for one in record if one["epsilon"] in (epsilon, 0.0, None)):
             at.setdefault(one["method"], []).append(one)
         means = {name: _mean(found) for name, found in at.items()}
-        command = HEADS.format(task=task)
-        yield Row(task=title, epsilon=epsilon, figures=means, chosen="whitened", seeds=len(records), command=command)
+        fits = [
+            one["seconds"]
+            for record in having
+            for one in record
+            if (one["method"], one["epsilon"]) == ("whitened", epsilon)
+        ]
+        yield Row(
+            task=title,
+            epsilon=epsilon,
+            figures=means,
+            chosen="whitened",
+            seeds=len(having),
+            minutes=(before + fmean(fits)) / 60,
+            command=HEADS.format(task=task),
+        )
 
 
 def _studied(study: Mapping[str, Any], title: str, chosen: str, command: str) -> Row:
@@ -120,8 +145,15 @@ def _studied(study: Mapping[str, Any], title: str, chosen: str, command: str) ->
     for run in study["runs"]:
         runs.setdefault(run["method"], []).append(run["final"])
     means = {name: _mean(found) for name, found in runs.items()}
+    times = [run["seconds"] for run in study["runs"] if run["method"] == chosen and "seconds" in run]
     return Row(
-        task=title, epsilon=study["epsilon"], figures=means, chosen=chosen, seeds=len(runs[chosen]), command=command
+        task=title,
+        epsilon=study["epsilon"],
+        figures=means,
+        chosen=chosen,
+        seeds=len(runs[chosen]),
+        minutes=fmean(times) / 60 if times else None,
+        command=command,
     )
 
 
@@ -131,9 +163,10 @@ def _mean(found: Sequence[Figures]) -> Figures:
 
 def table(full: bool) -> str:
     """With the commands if `full`."""
-    head = ["task", "ε", "public rows alone", "DP-SGD from there", "halfsilver", "without privacy", "seeds", "command"]
+    head = ["task", "ε", "public rows alone", "DP-SGD from there", "halfsilver", "without privacy", "seeds", "minutes"]
+    head += ["command"]
     lines = [head, ["---"] * len(head), *(row.cells() for row in rows())]
-    return "\n".join("| " + " | ".join(line if full else line[:-1]) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(line if full else line[:-2]) + " |" for line in lines)
 
 
 def page(path: Path) -> str:
