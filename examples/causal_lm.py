@@ -47,7 +47,7 @@ from halfsilver.tasks.sentences import sentences, untokenised
 PARTS = {"test": 15, "public": 8, "held_out": 2, "private": 75}  # per cent of the accounts
 BLOCK, TOKENS, PIECES, END = 128, 64, 4096, "<|endoftext|>"
 SIZE: Any = {"n_embd": 128, "n_layer": 4, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-DELTA, BATCH, EPOCHS, CLIP, RATE = 1e-5, 512, 4, 1.0, 3e-3
+DELTA, BATCH, EPOCHS, CLIP, RATE = 1e-5, 512, 4, 1.0, 1e-2
 ARMS = ("public", "lora", "frozen", "advised", "nonprivate")
 
 Rows = dict[str, datasets.Dataset]
