@@ -151,13 +151,18 @@ def start(data: Path, out: Path) -> None:
     model.save_pretrained(str(out / "start"))
 
 
+def loaded(kind: Any, out: Path) -> Any:
+    """Model or tokenizer of the start, from its files; nothing is fetched, so there is no revision to pin."""
+    return kind.from_pretrained(str(out / "start"), local_files_only=True)
+
+
 # The private rows
 
 
 def adapted(out: Path, *, frozen: bool) -> Any:
     """The start with adapters in all its layers. Factors A begin at random and B at 0, as PEFT makes them."""
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel.from_pretrained(str(out / "start"))
+    model = loaded(transformers.GPT2LMHeadModel, out)
     lora = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, fan_in_fan_out=True,
                       target_modules=["c_attn", "c_proj", "c_fc"])  # fmt: skip
     made = get_peft_model(model, lora)
@@ -227,7 +232,7 @@ def main() -> None:
     if args.what == "start":
         start(Path(args.data), out)
     elif not file.exists():
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(out / "start"))
+        tokenizer = loaded(transformers.PreTrainedTokenizerFast, out)
         rows = {part: rows_of(texts, tokenizer) for part, texts in accounts(Path(args.data)).items()}
         begun = time.process_time()
         found = train(rows, out, args.arm, args.epsilon)
