@@ -40,17 +40,17 @@ def read(pattern: str, results: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def rows_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean accuracy and loss over the seeds of each method at each epsilon, and the single accuracies."""
-    keys = [(one["method"], one["epsilon"]) for one in records[0]["results"]]
+    """Mean accuracy and loss of each method at each epsilon over the seeds that have it, and the single accuracies."""
+    found: dict[tuple[str, float | None], list[dict[str, Any]]] = {}
+    for one in (one for record in records for one in record["results"]):
+        found.setdefault((one["method"], one["epsilon"]), []).append(one)
     rows = []
-    for at, (method, epsilon) in enumerate(keys):
-        same = [record["results"][at] for record in records]
-        assert all((one["method"], one["epsilon"]) == (method, epsilon) for one in same)
+    for (method, epsilon), same in found.items():
         accuracies = [100 * one["accuracy"] for one in same]
         loss = fmean(one["loss"] for one in same)
         row = {"method": method, "epsilon": epsilon, "accuracy": fmean(accuracies), "loss": loss}
         rows.append({**row, "seeds": accuracies})
-    return rows
+    return sorted(rows, key=lambda row: row["epsilon"] or 0)
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
