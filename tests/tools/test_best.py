@@ -24,10 +24,14 @@ def test_means_over_seeds_against_a_calculation_by_hand() -> None:
     assert row.figures["public"]["accuracy"] < row.figures["warm"]["accuracy"] < row.figures["nonprivate"]["accuracy"]
 
 
-def test_the_picture_of_the_steps_is_that_of_the_figures(tmp_path: Path) -> None:
-    found = steps.steps()
-    assert [one["accuracy"] for one in found] == sorted(one["accuracy"] for one in found)
-    row = next(row for row in best.rows() if row.task.startswith("CIFAR-10") and row.epsilon == 4)
-    assert found[5]["accuracy"] == pytest.approx(100 * row.figures["whitened"]["accuracy"])
-    steps.draw(found, tmp_path / "steps.svg")
-    assert (tmp_path / "steps.svg").read_bytes() == steps.PICTURE.read_bytes(), "make it again: python -m tools.steps"
+@pytest.mark.parametrize("task", list(steps.WAYS))
+def test_the_pictures_of_the_steps_are_those_of_the_figures(task: str, tmp_path: Path) -> None:
+    found, way = steps.steps(task), steps.WAYS[task]
+    row = next(row for row in best.rows() if row.task.startswith(way.best) and row.epsilon == way.epsilon)
+    wanted = [row.figures[one["kind"]][way.metric] for one in found[3:]]
+    assert [one["value"] for one in found[3:]] == pytest.approx(
+        [value * (100 if way.metric == "accuracy" else 1) for value in wanted]
+    )
+    assert all(way.limits[0] < one["value"] < way.limits[1] for one in found)
+    steps.draw(task, tmp_path / "steps.svg")
+    assert (tmp_path / "steps.svg").read_bytes() == steps.picture(task).read_bytes(), "make them: python -m tools.steps"
