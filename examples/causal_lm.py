@@ -99,9 +99,9 @@ def learn_tokenizer(texts: Iterable[str]) -> Any:
     )
 
 
-def rows_of(texts: Sequence[str], tokenizer: Any) -> datasets.Dataset:
+def rows_of(texts: Sequence[str], tokenizer: Any, length: int = TOKENS) -> datasets.Dataset:
     """One row per account. Padding is not attended to, and the labels of padding do not count."""
-    made = tokenizer([END + text for text in texts], padding="max_length", truncation=True, max_length=TOKENS)
+    made = tokenizer([END + text for text in texts], padding="max_length", truncation=True, max_length=length)
     labels = [
         [token if seen else -100 for token, seen in zip(row, mask, strict=True)]
         for row, mask in zip(made["input_ids"], made["attention_mask"], strict=True)
@@ -142,7 +142,7 @@ def start(data: Path, out: Path) -> None:
     begun = time.time()
     for name, rows, options in (
         ("corpus", blocks_of(corpus, tokenizer), {"num_train_epochs": 2, "learning_rate": 2e-3}),
-        ("accounts", rows_of(parts["public"], tokenizer), {"num_train_epochs": 3, "learning_rate": 5e-4}),
+        ("accounts", rows_of(parts["public"], tokenizer, BLOCK), {"num_train_epochs": 3, "learning_rate": 5e-4}),
     ):
         args = arguments(out / "start" / name, per_device_train_batch_size=32, weight_decay=0.01,
                          lr_scheduler_type="cosine", warmup_steps=50, **options)  # fmt: skip

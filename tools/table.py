@@ -1,7 +1,8 @@
 """The results table of the README, the page docs/results.md and its figures, from the committed studies.
 
 `python -m tools.table` writes them. `--check` writes nothing, shows what differs and exits with 1. Each study is a file
-benchmarks/results/studies/TASK-epsE[-NAME].json, an unchanged copy of the study's summary.json.
+benchmarks/results/studies/TASK-epsE[-NAME].json, an unchanged copy of the study's summary.json. Those that train as the
+paper does are in benchmarks/results/paper and have a table of their own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from halfsilver.tasks import recipes
 ROOT = Path(__file__).parents[1]
 PICTURES = Path("docs/pictures/studies")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+PAPER_BEGIN, PAPER_END = "<!-- paper:begin -->", "<!-- paper:end -->"
 NOTHING = "No results committed yet."
 TITLES = {"emnist": "EMNIST", "cifar10": "CIFAR-10", "wikitext2": "WikiText-2", "stackexchange": "Stack Exchange"}
 TEXT = ("wikitext2", "stackexchange")  # whose loss has a perplexity
@@ -109,9 +111,7 @@ class Study:
     def short(self, method: str) -> str:
         """Accuracy, where there is one, and loss; means alone."""
         means = self.found["means"].get(method, {})
-        looks = (("accuracy", "{:.1%}"), ("loss", "{:.3f}"))
-        figures = [look.format(means[k]["mean"]).replace("%", " %") for k, look in looks if means.get(k, {}).get("n")]
-        return " / ".join(figures) or ("diverged" if means else "")
+        return _short({k: mean["mean"] for k, mean in means.items() if mean["n"]}) or ("diverged" if means else "")
 
     def seeds(self, method: str) -> str:
         """How many runs the figures hold, and of how many if some are missing or diverged."""
@@ -138,14 +138,43 @@ class Study:
             return f"{mean} {unit} (one seed)"
         return f"{mean} {unit} ({ends[0]} to {ends[1]})" + (", within noise" if d["within_noise"] else "")
 
-    def paper(self) -> str:
-        """What pda changes of warm's loss in the figures that the paper publishes for this epsilon."""
+    @cached_property
+    def published(self) -> Mapping[str, Any] | None:
+        """The recipe of the paper's run at this epsilon, with its figures by method."""
         task, name = self.summary["task"], f"eps{self.summary['epsilon']:g}"
         if name not in recipes.names(task):
+            return None
+        recipe, more = recipes.load(task, name)
+        return {"epochs": recipe.epochs, **more["paper"]}
+
+    def paper(self) -> str:
+        """What pda changes of warm's loss in the figures that the paper publishes for this epsilon."""
+        if self.published is None:
             return ""
-        published = recipes.load(task, name)[1]["paper"]
-        pda, warm = (published[method.name]["loss"] for method in (PDA, WARM))
+        pda, warm = (self.published[method.name]["loss"] for method in (PDA, WARM))
         return f"{_percent(pda - warm, warm)} %"
+
+    def beside_paper(self) -> list[str]:
+        """Cells of the table of studies that train as the paper does: own figures, and the paper's in brackets."""
+        published = self.published
+        if published is None:
+            raise SystemExit(f"The paper has no figures for {self.heading}. Move it to benchmarks/results/studies.")
+        cells = [f"{self.short(name)} ({_short(published[name])})" for name in (WARM.name, PDA.name)]
+        length = f"{self.summary['recipe']['epochs']:g} ({published['epochs']:g})"
+        change = [self.change(PDA.pair, "loss"), self.paper(), self.change(PDA.pair, "accuracy")]
+        minutes = sum(run["seconds"] for run in self.summary["runs"]) / 60
+        head = [self.task, self.budget, length, self.short("public")]
+        return [*head, *cells, *change, self.seeds(PDA.name), f"{minutes:.0f}"]
+
+
+def _short(figures: Mapping[str, float]) -> str:
+    """Accuracy, where there is one, and loss.
+
+    >>> _short({"loss": 0.698, "accuracy": 0.7731}), _short({"loss": 5.1509})
+    ('77.3 % / 0.698', '5.151')
+    """
+    looks = (("accuracy", "{:.1%}"), ("loss", "{:.3f}"))
+    return " / ".join(look.format(figures[k]).replace("%", " %") for k, look in looks if k in figures)
 
 
 def _percent(difference: float, base: float) -> str:
@@ -185,6 +214,13 @@ def full_table(studies: Iterable[Study]) -> str:
             last = [study.change(PDA.pair, "loss"), study.paper()] if method == PDA.name else ["", ""]
             rows.append([*study.about(), *own, *last, study.stamps])
     return _markdown(rows)
+
+
+def paper_table(studies: Iterable[Study]) -> str:
+    """One row for each study that trains as the paper does."""
+    head = ["task", "ε (δ)", "epochs (paper)", "public", "warm (paper)", "pda (paper)"]
+    head += ["loss, pda - warm", "in the paper", "accuracy, pda - warm", "seeds", "minutes"]
+    return _markdown([head, *(study.beside_paper() for study in studies)])
 
 
 def difference_table(studies: Iterable[Study]) -> str:
@@ -248,23 +284,27 @@ def wanted(root: Path) -> dict[Path, str]:
     """Every file that follows from the committed studies, with the text that it should have."""
     studies = load(root / "benchmarks/results/studies")
     drawn = {study: figures(study) for study in studies}
-    readme, results = root / "README.md", root / "docs/results.md"
+    as_paper = load(root / "benchmarks/results/paper")
+    readme, results = (page.read_text(encoding="utf-8") for page in (root / "README.md", root / "docs/results.md"))
+    results = between(results, results_page(studies, drawn) if studies else NOTHING)
+    if as_paper:
+        results = between(results, paper_table(as_paper), PAPER_BEGIN, PAPER_END)
     return {
-        readme: between(readme, short_table(studies) if studies else NOTHING),
-        results: between(results, results_page(studies, drawn) if studies else NOTHING),
+        root / "README.md": between(readme, short_table(studies) if studies else NOTHING),
+        root / "docs/results.md": results,
         **{root / PICTURES / name: one.svg for made in drawn.values() for name, one in made.items()},
     }
 
 
-def between(page: Path, text: str) -> str:
+def between(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
     """The page with `text` between its markers."""
-    found = page.read_text(encoding="utf-8")
-    if found.count(BEGIN) != 1 or found.count(END) != 1 or found.index(BEGIN) > found.index(END):
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        title = page.partition("\n")[0]
         raise SystemExit(
-            f"{page} needs the line {BEGIN} once, and {END} once below it, because the table goes between them."
+            f"The page {title!r} needs the line {begin} once and {end} once below it, because the table goes between them."
         )
-    start, end = found.index(BEGIN) + len(BEGIN), found.index(END)
-    return f"{found[:start]}\n\n{text}\n\n{found[end:]}"
+    start, stop = page.index(begin) + len(begin), page.index(end)
+    return f"{page[:start]}\n\n{text}\n\n{page[stop:]}"
 
 
 def stale(root: Path, files: Iterable[Path]) -> list[Path]:

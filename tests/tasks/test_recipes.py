@@ -24,7 +24,7 @@ def test_each_task_has_a_workstation_recipe_and_the_two_of_the_paper() -> None:
         ("cifar10", "workstation"), ("cifar10", "eps3.51"), ("cifar10", "eps0.19"),
         ("emnist", "workstation"), ("emnist", "eps25.8"), ("emnist", "eps0.48"), ("emnist", "short"),
         ("wikitext2", "workstation"), ("wikitext2", "eps15.7"), ("wikitext2", "eps1.71"), ("wikitext2", "ood"),
-        ("wikitext2", "both"),
+        ("wikitext2", "both"), ("wikitext2", "paper"),
         ("cifar10", "short"), ("stackexchange", "workstation"), ("stackexchange", "paper"),
         ("cifar10", "fifth"), ("wikitext2", "fifth"), ("stackexchange", "fifth"),
         ("cifar10", "paper"), ("emnist", "paper"), ("stackexchange", "subwords"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tools import table
-from tools.table import BEGIN, END, NOTHING, Study, main
+from tools.table import BEGIN, END, NOTHING, PAPER_BEGIN, PAPER_END, Study, main
 
 Json = dict[str, Any]
 FINALS = {  # loss and accuracy of each seed
@@ -167,6 +167,28 @@ def test_what_must_not_be_published_is_refused(root: Path) -> None:
     file.unlink()
     commit(root, "emnist-eps3", summary())
     with pytest.raises(SystemExit, match=r"name it emnist-eps25.8\[-NAME\].json"):
+        run(root)
+
+
+def test_studies_that_train_as_the_paper_does_have_a_table_beside_its_figures(root: Path) -> None:
+    page, folder = root / "docs/results.md", root / "benchmarks/results/paper"
+    page.write_text(f"{PAPER_BEGIN}\n{PAPER_END}\n{page.read_text(encoding='utf-8')}", encoding="utf-8")
+    folder.mkdir()
+    study = summary()
+    for made in study["runs"]:
+        made["seconds"] = 90.0
+    (folder / "emnist-eps25.8.json").write_text(json.dumps(study), encoding="utf-8")
+    assert run(root) == 0
+    written = page.read_text(encoding="utf-8").partition(PAPER_END)[0]
+    # The paper: 87.85 % / .5089 and 87.99 % / .4706, so -7.53 %. Ours: (.5633 - .61) / .61 and 82 - 80.33 points.
+    assert "| 20 (50) | 77.7 % / 0.710 | 80.3 % / 0.610 (87.9 % / 0.509) | 82.0 % / 0.563 (88.0 % / 0.471) |" in written
+    assert "| -7.65 % (" in written
+    assert "| -7.53 % | +1.67 points (" in written
+    assert written.rstrip().endswith("| 3 | 15 |")  # ten runs of 90 seconds
+
+    (folder / "emnist-eps25.8.json").rename(folder / "emnist-eps3.json")
+    (folder / "emnist-eps3.json").write_text(json.dumps({**study, "epsilon": 3.0}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="no figures for EMNIST, ε = 3"):
         run(root)
 
 
