@@ -301,7 +301,7 @@ def between(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
     if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
         title = page.partition("\n")[0]
         raise SystemExit(
-            f"The page {title!r} needs the line {begin} once and {end} once below it, because the table goes between them."
+            f"The page {title!r} needs the line {begin} once and {end} once below it, for the table between them."
         )
     start, stop = page.index(begin) + len(begin), page.index(end)
     return f"{page[:start]}\n\n{text}\n\n{page[stop:]}"

@@ -195,7 +195,7 @@ def test_studies_that_train_as_the_paper_does_have_a_table_beside_its_figures(ro
 @pytest.mark.parametrize("text", ["no markers", f"{END}\n{BEGIN}", f"{BEGIN}\n{BEGIN}\n{END}"])
 def test_pages_without_a_place_for_the_table_are_refused(root: Path, text: str) -> None:
     (root / "README.md").write_text(text, encoding="utf-8")
-    with pytest.raises(SystemExit, match="the table goes between them"):
+    with pytest.raises(SystemExit, match="for the table between them"):
         run(root, "--check")
 
 
