@@ -81,6 +81,7 @@ def rows() -> Iterator[Row]:
         "WikiText-2, start from other public text",
         "pda",
         "halfsilver compare wikitext2 --recipe ood --search paper --seeds 1 --cold-seeds 0",
+        ceiling="wikitext2-ood",
     )
     yield _studied(
         read("best/wikitext2-eps1.71-all-public-text.json"),
@@ -88,6 +89,7 @@ def rows() -> Iterator[Row]:
         "warm",
         "python -m benchmarks.studies.finals benchmarks/results/best/wikitext2-eps1.71-settings.json --seeds 2 "
         "--curve-points 0 --out DIR",
+        ceiling="wikitext2-both",
     )
     for one in read("posts-head.json")["results"]:
         task = "Stack Exchange posts, head on a frozen text encoder"
@@ -98,6 +100,7 @@ def rows() -> Iterator[Row]:
             "Stack Exchange users, next word",
             "pda",
             f"halfsilver compare stackexchange --epsilon {epsilon} --search paper --cold-seeds 1",
+            ceiling="stackexchange-workstation",
         )
 
 
@@ -140,8 +143,10 @@ def _heads(task: str, title: str, stem: str) -> Iterator[Row]:
         )
 
 
-def _studied(study: Mapping[str, Any], title: str, chosen: str, command: str) -> Row:
+def _studied(study: Mapping[str, Any], title: str, chosen: str, command: str, ceiling: str = "") -> Row:
     runs: dict[str, list[Figures]] = {}
+    for path in sorted((RESULTS / "ceilings").glob(f"{ceiling}-seed?.json")) if ceiling else ():
+        runs.setdefault("nonprivate", []).append(json.loads(path.read_text(encoding="utf-8"))["final"])
     for run in study["runs"]:
         runs.setdefault(run["method"], []).append(run["final"])
     means = {name: _mean(found) for name, found in runs.items()}
