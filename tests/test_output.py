@@ -68,3 +68,12 @@ def test_brackets_in_a_path_are_no_markup(tmp_path: Path, monkeypatch: pytest.Mo
     done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == 0, done.output
     assert "r[seed0]a[/b]" in done.stdout
+
+
+def test_help_describes_the_arguments_in_plain_brackets() -> None:
+    """Of each command; typer and click do not lose them, nor escape brackets for a page that nobody makes."""
+    for name in ("compare", "advise", "audit", "overlap", "doctor", "verify"):
+        shown = CliRunner().invoke(cli.app, [name, "--help"]).output
+        arguments = shown.partition("Arguments:\n")[2].partition("\n\n")[0]
+        assert "\\" not in shown
+        assert re.search(r"[a-z]{3,} [a-z]+", arguments), f"{name} --help does not describe its arguments:\n{shown}"

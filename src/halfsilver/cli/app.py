@@ -19,6 +19,7 @@ try:
     import typer
     from rich.console import Console
     from rich.table import Table
+    from typer.core import TyperCommand
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtra("typer", "cli") from error
 
@@ -33,6 +34,14 @@ __all__ = ["app", "main"]
 _NAMED = 5  # run folders in a message
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+class _Command(TyperCommand):
+    """A command whose help has plain brackets. Typer escapes them for rich, which is not used for help here."""
+
+    def get_help(self, ctx: Any) -> str:
+        return str(super().get_help(ctx)).replace(r"\[", "[")
+
 
 SamplingRate = Annotated[
     float, typer.Option(help="Probability that an example is in a step's batch, in (0, 1]. 1 uses every example.")
@@ -58,7 +67,7 @@ def _app(
     """
 
 
-@app.command()
+@app.command(cls=_Command)
 def epsilon(
     noise_multiplier: Annotated[float, typer.Option(help="Standard deviation of the noise divided by the clip norm.")],
     sampling_rate: SamplingRate,
@@ -82,7 +91,7 @@ def epsilon(
     )
 
 
-@app.command()
+@app.command(cls=_Command)
 def calibrate(
     epsilon: Annotated[float, typer.Option(help="Largest epsilon that the run may spend.")],
     delta: Delta,
@@ -93,7 +102,7 @@ def calibrate(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Number of private steps. Or give --epochs.")] = None,
     sampling_rate: Annotated[
-        float | None, typer.Option(help="Batch size / population, in (0, 1], in place of these two.")
+        float | None, typer.Option(help="Batch size / population, in (0, 1]. Replaces these two.")
     ] = None,
     spare_steps: Annotated[
         int, typer.Option(help="Further steps to reserve for repeats after a crash. In Python: one per 50 steps.")
@@ -139,7 +148,7 @@ def calibrate(
     _show(out, as_json, "Calibrated plan", rows)
 
 
-@app.command()
+@app.command(cls=_Command)
 def verify(
     run: Annotated[Path, typer.Argument(help="Run folder to check.")],
     ledger: Annotated[Path | None, typer.Option(help="Ledger of the data set, if it has moved.")] = None,
@@ -169,11 +178,11 @@ def verify(
     _show(report, as_json, "Verified: ledger, checkpoint and statement agree", rows)
 
 
-@app.command()
+@app.command(cls=_Command)
 def statement(
     run: Annotated[Path, typer.Argument(help="Run folder whose guarantee is stated.")],
     html: Annotated[bool, typer.Option("--html", help="Write a page, statement.html in the run folder.")] = False,
-    out: Annotated[Path | None, typer.Option(help="File of the page, in place of that.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the page to this file instead.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="Ledger of the data set, if it has moved.")] = None,
     head_file: Annotated[Path | None, typer.Option(help="Copy of the ledger's head that is kept elsewhere.")] = None,
     as_json: Json = False,
@@ -200,7 +209,7 @@ for command in (
     cli_audit.audit,
     cli_doctor.doctor,
 ):
-    app.command()(command)
+    app.command(cls=_Command)(command)
 
 
 def _require_run(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Commands that train: compare, run and report."""
+"""Commands that train: compare, advise, run and report."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Data = Annotated[Path | None, typer.Option(help="Folder of the data sets (default: $HALFSILVER_DATA).")]
-RecipeName = Annotated[str, typer.Option(help="workstation, or one of the paper's, such as eps3.51.")]
-Epsilon = Annotated[float | None, typer.Option(help="Epsilon of each private run (default: the recipe's).")]
+RecipeName = Annotated[str, typer.Option(help="workstation, or another recipe of the task, such as paper or short.")]
+Epsilon = Annotated[
+    float | None, typer.Option(help="Epsilon of each private run (default: the recipe's, if it has one).")
+]
 Delta = Annotated[float | None, typer.Option(help="Delta (default: the recipe's, else 1e-5).")]
 
 
@@ -67,8 +69,8 @@ def compare(
     delta: Delta = None,
     recipe: RecipeName = "workstation",
     seeds: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
-    cold_seeds: Annotated[int | None, typer.Option(help="Runs of cold, where fewer are enough; 0: without it.")] = None,
-    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(ALL_METHODS)}, with commas; or auto.")] = ",".join(
+    cold_seeds: Annotated[int | None, typer.Option(help="Runs of cold, if fewer suffice; 0 leaves it out.")] = None,
+    methods: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(ALL_METHODS)}; or auto.")] = ",".join(
         METHODS
     ),
     search: Annotated[str, typer.Option(help="public: no private row is used; paper: on set-aside rows.")] = "public",
@@ -78,7 +80,7 @@ def compare(
     workers: Annotated[int, typer.Option(help="Processes, of one thread each.")] = 2,
     dims: Annotated[list[int] | None, typer.Option(help="linreg: dimensions (default: 500, 1000, ..., 6000).")] = None,
     trials: Annotated[int, typer.Option(help="linreg: fresh data sets per dimension.")] = 20,
-    skew: Annotated[float, typer.Option(help="linreg: the variance of feature j goes with j^-skew.")] = 0.0,
+    skew: Annotated[float, typer.Option(help="linreg: the variance of feature j is proportional to j^-skew.")] = 0.0,
     config: Config = None,
     as_json: Json = False,
 ) -> None:
@@ -224,7 +226,7 @@ def run(
 
 def report(
     path: Annotated[Path, typer.Argument(help="A run folder, a study folder, or a study's summary.json.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for the report (default: beside what it is about).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report (default: that of the run or study).")] = None,
     as_json: Json = False,
 ) -> None:
     """One HTML page that works offline, and its figures as PNG and SVG."""

@@ -51,7 +51,7 @@ def study_of_task(
     own_delta, settings = _delta(delta, more), dict[str, Setting]()
     if list(methods) == ["auto"]:
         if epsilon is None:
-            raise ConfigError(f"Expected epsilon to be given: the recipe {recipe!r} of {task} fixes the noise instead.")
+            raise ConfigError(f"Expected epsilon: advice needs one, and the recipe {recipe!r} of {task} has none.")
         advised = advised_study(opened(), training, epsilon=epsilon, delta=own_delta, folder=folder, tell=tell)
         training, methods, settings = advised.recipe, advised.methods, advised.settings
     arms = resolve(methods)
@@ -121,7 +121,7 @@ def advice_for_task(
     training, more = _recipe(task, recipe, quick=False)
     budget = _epsilon(training, epsilon, more)
     if budget is None:
-        raise ConfigError(f"Expected epsilon to be given: the recipe {recipe!r} of {task} fixes the noise instead.")
+        raise ConfigError(f"Expected epsilon: advice needs one, and the recipe {recipe!r} of {task} has none.")
     problem = TaskSource.of(task, data, _options(training, more, set_aside=False))()
     start = out / "start" / "seed-0.safetensors"
     return advise_problem(problem, training, epsilon=budget, delta=_delta(delta, more), start=start, tell=tell)
