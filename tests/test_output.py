@@ -76,4 +76,4 @@ def test_help_describes_the_arguments_in_plain_brackets() -> None:
         shown = CliRunner().invoke(cli.app, [name, "--help"]).output
         arguments = shown.partition("Arguments:\n")[2].partition("\n\n")[0]
         assert "\\" not in shown
-        assert re.search(r"[a-z]{3,} [a-z]+", arguments), f"{name} --help does not describe its arguments:\n{shown}"
+        assert re.match(r"  \[?[A-Z]+\]? +\w+", arguments), f"{name} --help does not describe its arguments:\n{shown}"
