@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,8 +19,9 @@ from halfsilver.errors import ConfigError, UnsupportedLayer
 from halfsilver.privacy import gradients
 from halfsilver.privacy.gradients import BACKENDS, ClippedSum, Performance, make_backend
 from halfsilver.privacy.gradients.base import Adding, GradientBackend, clip_factors, row_norms
-from halfsilver.privacy.gradients.linear import LinearModel, Link, predictions, with_row_norms
+from halfsilver.privacy.gradients.linear import LinearModel, Link, SparseRecords, predictions, with_row_norms
 from halfsilver.privacy.gradients.rows import default_rows, expected_pieces, fastest_rows
+from halfsilver.privacy.gradients.softmax import SoftmaxModel, softmax_records
 from halfsilver.privacy.gradients.users import clipped_user_gradient
 from halfsilver.privacy.gradients.vmap import Vmap
 from halfsilver.privacy.plan import PrivacyPlan
@@ -365,6 +367,61 @@ def test_no_record_breaks_the_bound_of_the_closed_form(data: st.DataObject) -> N
     whole, rest = (backend.clipped_sum(with_row_norms(x[:k], y[:k]), clip).tensors[0] for k in (len(x), len(x) - 1))
     assert torch.isfinite(whole).all()
     assert float((whole - rest).norm()) <= clip
+
+
+EXPONENTS = st.integers(-300, 300)
+
+
+@CASES
+@given(
+    features=st.lists(EXPONENTS, min_size=3, max_size=3),
+    target=EXPONENTS,
+    link=st.sampled_from(["squared", "logistic"]),
+)
+def test_a_row_of_the_closed_form_is_clipped_where_squares_leave_the_range(
+    features: list[int], target: int, link: Link
+) -> None:
+    """The derivative of the squared loss has no bound, so a norm that underflows to 0 would leave a row as it is."""
+    x = torch.cat([torch.eye(3, dtype=torch.float64), 10.0 ** torch.tensor([features], dtype=torch.float64)])
+    y = torch.tensor([1.0, -1.0, 1.0, 10.0**target], dtype=torch.float64)
+    backend = LinearModel(nn.Linear(3, 1, bias=False, dtype=torch.float64), link)
+    sparse = SparseRecords.make(csr_matrix(x.numpy()), y)
+    kept = SparseRecords.make(csr_matrix(x[:3].numpy()), y[:3])
+    for whole, rest in (
+        (with_row_norms(x, y), with_row_norms(x[:3], y[:3])),
+        (sparse.fetch(slice(0, 4), sparse.schema()), kept.fetch(slice(0, 3), kept.schema())),
+    ):
+        sums = [backend.clipped_sum(batch, 1.0).tensors[0] for batch in (whole, rest)]
+        assert float((sums[0] - sums[1]).norm()) <= 1.0
+
+
+def test_a_row_that_names_a_column_twice_erases_nobody() -> None:
+    """What others put into the column would be rounded away between 1e20 and -1e20, whose sum the norm does not see."""
+    x, y = np.array([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0]]), torch.tensor([5.0, 5.0, -1.0], dtype=torch.float64)
+    twice = csr_matrix(x)
+    twice = csr_matrix((np.append(twice.data, [1e20, -1e20]), np.append(twice.indices, [0, 0]), [0, 2, 4, 6]), (3, 2))
+    backend = LinearModel(nn.Linear(2, 1, bias=False, dtype=torch.float64))
+    with torch.no_grad():
+        backend._model.weight.zero_()
+    made = [SparseRecords.make(matrix, y) for matrix in (twice, csr_matrix(x))]
+    sums = [backend.clipped_sum(one.fetch(slice(0, 3), one.schema()), 10.0).tensors[0] for one in made]
+    torch.testing.assert_close(*sums)
+    assert len(twice.data) == 6  # the caller's matrix is as it was
+
+
+def test_a_weight_of_the_softmax_form_does_not_lift_a_row_over_the_clip() -> None:
+    """A norm that underflows to 0, times a large weight."""
+    x, labels = torch.eye(2, dtype=torch.float64), torch.tensor([0, 1])
+    x, weights = (
+        torch.cat([x, torch.full((1, 2), 1e-170, dtype=torch.float64)]),
+        torch.tensor([1.0, 1.0, 1e300], dtype=torch.float64),
+    )
+    labels, none = torch.cat([labels, labels[:1]]), torch.zeros(3, 0, dtype=torch.float64)
+    backend = SoftmaxModel(nn.Linear(2, 2, bias=False, dtype=torch.float64))
+    sums = [
+        backend.clipped_sum(softmax_records(x[:k], labels[:k], weights[:k], none[:k]), 1.0).tensors[0] for k in (3, 2)
+    ]
+    assert float((sums[0] - sums[1]).norm()) <= 1.0
 
 
 @CASES

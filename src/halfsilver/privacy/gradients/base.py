@@ -200,6 +200,11 @@ def measurable(norms: Tensor) -> Tensor:
     return torch.where(norms < _LONGEST, norms, torch.inf)
 
 
+def lengths_from(squares: Tensor, dtype: torch.dtype, entries: int) -> Tensor:
+    """Lengths from sums of squares, none of them too small: it adds what squares lose below the range of `dtype`."""
+    return (squares.double() + entries * torch.finfo(dtype).tiny).sqrt()
+
+
 def check_clip_norm(max_grad_norm: float, dtypes: Sequence[torch.dtype]) -> None:
     """Refuse a clip norm for which squares and products of numbers of its size leave the range of the dtype."""
     least = max(torch.finfo(torch.promote_types(dtype, torch.float32)).tiny for dtype in dtypes) ** 0.25

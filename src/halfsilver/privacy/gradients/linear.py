@@ -21,6 +21,7 @@ from halfsilver.privacy.gradients.base import (
     Adding,
     ClippedSum,
     clip_factors,
+    lengths_from,
     measurable,
     require_weighable,
     weighted_rows,
@@ -34,8 +35,13 @@ Link = Literal["squared", "logistic"]
 
 
 def with_row_norms(features: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The private records (x, y, ||x||) that `LinearModel` reads."""
-    return features, target, torch.linalg.vector_norm(features, dim=1, dtype=torch.float64)
+    """The private records (x, y, ||x||) that `LinearModel` reads.
+
+    A norm is never too small, even where squares underflow. The derivative of the loss has no bound, so a row whose
+    norm came out as 0 would not be clipped.
+    """
+    norms = torch.linalg.vector_norm(features, dim=1, dtype=torch.float64)
+    return features, target, lengths_from(norms.square(), torch.float64, features.shape[1])
 
 
 @final
@@ -102,7 +108,8 @@ def _sum_of_rows(weights: Tensor, x: Tensor, adding: Adding) -> Tensor:
 class SparseRecords:
     """Private rows of a SciPy CSR matrix, with targets and row norms; for `PrivateData.of`.
 
-    A row with a NaN or an infinite entry becomes empty with an infinite norm, so that it contributes zero.
+    A row with a NaN or an infinite entry becomes empty with an infinite norm, so that it contributes zero. Entries that
+    name one column twice are added up first: their sum is what the norm measures, and what the clip bounds.
     """
 
     matrix: Any
@@ -111,10 +118,13 @@ class SparseRecords:
 
     @classmethod
     def make(cls, matrix: Any, target: Tensor) -> SparseRecords:
-        matrix = matrix.tocsr().astype(np.float64)
-        norms = np.sqrt(np.asarray(matrix.multiply(matrix).sum(axis=1)).ravel())
+        matrix = matrix.tocsr().astype(np.float64, copy=True)
+        matrix.sum_duplicates()
+        with np.errstate(all="ignore"):  # a warning would tell of a row
+            squares = torch.from_numpy(np.asarray(matrix.multiply(matrix).sum(axis=1)).ravel())
+        norms = lengths_from(squares, torch.float64, matrix.shape[1])
         matrix.data[~np.isfinite(matrix.data)] = 0.0
-        return cls(matrix, (target, torch.from_numpy(np.where(np.isfinite(norms), norms, np.inf))))
+        return cls(matrix, (target, torch.where(torch.isfinite(norms), norms, torch.inf)))
 
     def size(self) -> int:
         return int(self.matrix.shape[0])

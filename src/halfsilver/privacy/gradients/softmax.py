@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfsilver._core.tensors import Batch
 from halfsilver.errors import UnsupportedLayer
-from halfsilver.privacy.gradients.base import Adding, ClippedSum, clip_factors, measurable, measuring
+from halfsilver.privacy.gradients.base import Adding, ClippedSum, clip_factors, lengths_from, measurable, measuring
 
 # Rows whose products are computed at once: they stay in the cache from the first product to the second.
 _BLOCK = 256
@@ -30,7 +30,8 @@ def softmax_records(features: Tensor, labels: Tensor, weights: Tensor, offsets: 
         weights: What multiplies each row's loss, at least 0.
         offsets: Logits that are added to the model's, of shape (rows, classes), or (rows, 0) for none.
     """
-    return features, labels, torch.linalg.vector_norm(features, dim=1), weights, offsets
+    norms = torch.linalg.vector_norm(features, dim=1)
+    return features, labels, lengths_from(norms.square(), torch.float64, features.shape[1]), weights, offsets
 
 
 @final

@@ -23,7 +23,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from halfsilver.privacy.gradients.base import Adding, at_least_float32, row_norms
+from halfsilver.privacy.gradients.base import Adding, at_least_float32, lengths_from, row_norms
 from halfsilver.privacy.gradients.book.example_gradients import (
     Addable,
     ExampleGradients,
@@ -248,11 +248,6 @@ def _inner_products(a: Tensor, b: Tensor) -> Tensor:
         other = part if a is b else b[:, :, i : i + _WIDTH].double()
         total = part @ other.mT if i == 0 else total.baddbmm_(part, other.mT)
     return total
-
-
-def lengths_from(squares: Tensor, dtype: torch.dtype, entries: int) -> Tensor:
-    """Lengths of the factors, none of them too small: it adds what squares below the range of `dtype` may have lost."""
-    return (squares.double() + entries * torch.finfo(dtype).tiny).sqrt()
 
 
 def gram_norms(squared: Tensor, left: Tensor, right: Tensor, entries: int) -> SquaredNorms:

@@ -9,10 +9,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from halfsilver.privacy.gradients.base import Adding
+from halfsilver.privacy.gradients.base import Adding, lengths_from
 from halfsilver.privacy.gradients.book.conv.ways import Geometry, Products, columns, row_blocks, weight_gradient
 from halfsilver.privacy.gradients.book.example_gradients import SquaredNorms, one_by_one
-from halfsilver.privacy.gradients.book.outer import gram_norms, joined, lengths_from, weighted, without_bad
+from halfsilver.privacy.gradients.book.outer import gram_norms, joined, weighted, without_bad
 
 # Numbers of Gram matrices that may exist at once, and examples that are converted to float64 at once.
 _LARGEST, _EXAMPLES = 2**22, 64
