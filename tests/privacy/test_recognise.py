@@ -35,7 +35,9 @@ class Own(Dataset[Any]):
         return X[i], Y[i]
 
 
-OWN, TENSORS = Own(), TensorDataset(X, Y)
+OWN, TENSORS, TENSORS_B = Own(), TensorDataset(X, Y), TensorDataset(X[9:], Y[9:])
+MANY = [(torch.zeros(1), i) for i in range(3000)]
+WIDE = TensorDataset(torch.zeros(6000, 2), torch.zeros(6000))
 
 SAME: dict[str, tuple[Any, Any]] = {
     "the same tensor": (X, X),
@@ -55,6 +57,12 @@ SAME: dict[str, tuple[Any, Any]] = {
     "a list": (ROWS, ROWS[3:5]),
     "a subset of tensors": ((X, Y), Subset(TENSORS, [3, 4, 9])),
     "subsets of two data sets of the same tensors": (Subset(TensorDataset(X, Y), [3]), Subset(TENSORS, [2, 3])),
+    "long lists": (MANY, MANY[2900:]),
+    "scattered subsets": (Subset(WIDE, range(0, 6000, 2)), Subset(TensorDataset(*WIDE.tensors), range(5001, 6000, 3))),
+    "a scattered subset and the tensors": (Subset(WIDE, range(0, 6000, 2)), WIDE.tensors[0][5990:]),
+    "a list of row views": (X, list(X)),
+    "lists of row views": (list(X[:9]), list(X[8:])),
+    "many data sets": (ConcatDataset([TensorDataset(x[None]) for x in X] * 9), ConcatDataset([TENSORS] * 40)),
 }
 OTHER: dict[str, tuple[Any, Any]] = {
     "a copy, which nobody can see": (X, X.clone()),
@@ -63,6 +71,12 @@ OTHER: dict[str, tuple[Any, Any]] = {
     "the same labels": ((X[:20], Y[:20]), (torch.zeros(20, 3), Y[:20])),
     "subsets without a common row": (Subset(OWN, [1, 2]), Subset(OWN, [0, 3])),
     "two lists": (ROWS[:3], ROWS[3:]),
+    "two long lists": (MANY[:1500], MANY[1500:]),
+    "scattered subsets": (Subset(WIDE, range(0, 6000, 2)), Subset(TensorDataset(*WIDE.tensors), range(1, 6000, 2))),
+    "a scattered subset and other rows": (Subset(WIDE, range(0, 6000, 2)), (X, Y)),
+    "a scattered subset and the rows between": (Subset(WIDE, range(0, 6000, 2)), WIDE.tensors[0][1::2]),
+    "two lists of row views": (list(X[:9]), list(X[9:])),
+    "many data sets": (ConcatDataset([TensorDataset(x[None]) for x in X[:9]] * 40), ConcatDataset([TENSORS_B] * 40)),
     "parts of tensors without a common row": ((X[:5], Y[:5]), Subset(TENSORS, [7, 9])),
     "a wide constant": ((X[:9], POSITIONS[:9]), (X[9:], POSITIONS[9:])),
     "two data sets": (Own(), Own()),
@@ -97,6 +111,22 @@ def test_frames_and_tables() -> None:
     assert not shares_rows(table.select([1, 5]), table.select([2, 6]))
     assert not shares_rows(table.select(range(5)), table.select(range(5, 10)))
     assert shares_rows(table.select(range(5)), table.select(range(4, 10)))
+
+
+def test_tables_with_other_columns() -> None:
+    """Without a column, in another order, and with a column of nulls, which have no place in memory."""
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"id": list(range(10)), "text": list("abcdefghij"), "none": [None] * 10})
+    other = datasets.Dataset.from_dict({"id": list(range(10)), "text": list("abcdefghij"), "none": [None] * 10})
+    for changed in (
+        table.remove_columns("id"),
+        table.remove_columns(["id", "none"]),
+        table.select_columns(["text", "id"]),
+    ):
+        assert shares_rows(changed, table)
+        assert shares_rows(changed.select([3, 5]), table.select([5]))
+        assert not shares_rows(changed.select([3, 5]), table.select([4]))
+        assert not shares_rows(changed, other)
 
 
 def test_no_value_is_read() -> None:

@@ -1,13 +1,14 @@
 """Whether data that are called public are private rows under another name. Reads addresses, and never a value.
 
-Seen are tensors, arrays and frames that share memory, the same data set object, and subsets of one data set with an
-index in common. Two parts of one tensor, or of one data set, that have no row in common are different rows. A copy is
-not seen: for whoever may read both sides, ``halfsilver overlap`` finds copies.
+Seen are tensors, arrays and frames that share memory, the same data set object, subsets of one data set with an index
+in common, lists with a record in common, and tables with a column in common. Two parts of one tensor, or of one data
+set, that have no row in common are different rows. A copy is not seen: for whoever may read both sides, ``halfsilver
+overlap`` finds copies. The work grows with the rows of both sides together, and no row is left out to limit it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from halfsilver.privacy.collated import Collated
 # Beyond this many candidate solutions NumPy gives up; two arrays that might share memory then count as sharing it.
 _MOST_WORK = 1_000_000
 
-_MOST_RUNS = 1000  # of rows that follow each other in a subset of tensors
+_MOST_PAIRS = 10_000  # of arrays that are compared element by element; more of them by the places of their rows
 
 Array = np.ndarray[Any, Any]
 
@@ -59,25 +60,48 @@ def _runs_meet(a: Array, b: Array) -> bool:
     return bool((b[next_one[inside], 0] < a[inside, 1]).any())
 
 
-_Part = _Some | _Placed | list[Array]
+@dataclass(frozen=True)
+class _Ranges:
+    """Single rows, by the addresses of their first byte and of the byte behind their last; in rising order, disjoint."""
+
+    runs: Array
+
+
+_Part = _Some | _Placed | _Ranges | list[Array]
 
 
 def shares_rows(a: Any, b: Any) -> bool:
     """Whether two data sets, in any form that halfsilver takes, have rows in common that can be recognised."""
     ours, theirs = list(_parts(a)), list(_parts(b))
-    if len(ours) * len(theirs) > _MOST_WORK:
-        ours, theirs = ours[:_MOST_RUNS], theirs[:_MOST_RUNS]
-    return any(_meet(one, other) for one in ours for other in theirs)
+    return _same_objects(ours, theirs) or _same_places(ours, theirs) or _same_memory(ours, theirs)
 
 
-def _meet(a: _Part, b: _Part) -> bool:
-    if isinstance(a, _Some) and isinstance(b, _Some):
-        return a.meets(b)
-    if isinstance(a, _Placed) and isinstance(b, _Placed):
-        return a.meets(b)
-    if isinstance(a, list) and isinstance(b, list):
-        return any(_overlap(x, y) for x in a for y in b)
-    return False
+def _same_objects(ours: list[_Part], theirs: list[_Part]) -> bool:
+    known: dict[int, list[_Some]] = {}
+    for one in {(id(p.owner), p.index): p for p in ours if isinstance(p, _Some)}.values():
+        known.setdefault(id(one.owner), []).append(one)
+    return any(
+        one.meets(other) for other in theirs if isinstance(other, _Some) for one in known.get(id(other.owner), ())
+    )
+
+
+def _same_places(ours: list[_Part], theirs: list[_Part]) -> bool:
+    placed = [[part for part in parts if isinstance(part, _Placed)] for parts in (ours, theirs)]
+    return any(one.meets(other) for one in placed[0] for other in placed[1])
+
+
+def _same_memory(ours: list[_Part], theirs: list[_Part]) -> bool:
+    """Arrays by each of their elements, so columns of one matrix differ. Single rows and many arrays by whole rows."""
+    arrays = [[array for part in parts if isinstance(part, list) for array in part] for parts in (ours, theirs)]
+    rows = [_joined(part.runs for part in parts if isinstance(part, _Ranges)) for parts in (ours, theirs)]
+    few = len(arrays[0]) * len(arrays[1]) <= _MOST_PAIRS
+    if few and any(_overlap(one, other) for one in arrays[0] for other in arrays[1]):
+        return True
+    if few and not len(rows[0]) and not len(rows[1]):
+        return False
+    placed = [_joined(map(_row_ranges, some)) for some in arrays]
+    pairs = [(rows[0], rows[1]), (rows[0], placed[1]), (placed[0], rows[1])]
+    return any(_runs_meet(*pair) for pair in (pairs if few else [*pairs, (placed[0], placed[1])]))
 
 
 def _overlap(a: Array, b: Array) -> bool:
@@ -105,6 +129,9 @@ def _parts(data: Any) -> Iterator[_Part]:
     elif isinstance(data, list):
         yield from (_Some(record) for record in data if not isinstance(record, int | float | str | bool | None))
         yield _Some(data)
+        views = [_row_ranges(array) for array in map(_array, data) if array is not None and array.size > 1]
+        if views:
+            yield _Ranges(_joined(views))
     elif data is not None and not isinstance(data, tuple):  # there is one empty tuple
         yield _Some(data)
 
@@ -116,23 +143,24 @@ def _of_subset(data: Any) -> Iterator[_Part]:
         data = data.dataset
         index = [int(data.indices[i]) for i in index]
     yield _Some(data.dataset, frozenset(index))
-    if isinstance(data.dataset, TensorDataset):
-        runs = np.split(chosen := np.unique(index), np.flatnonzero(np.diff(chosen) > 1) + 1)
-        for run in runs[:_MOST_RUNS] if len(chosen) else ():
-            yield _columns([t[int(run[0]) : int(run[-1]) + 1] for t in data.dataset.tensors])
+    if isinstance(data.dataset, TensorDataset) and index:
+        columns = _columns(list(data.dataset.tensors))
+        yield _Ranges(_joined(_row_ranges(column, np.unique(index)) for column in columns if column.ndim))
 
 
 def _of_table(data: Any) -> Iterator[_Part]:
-    """A data set of Hugging Face's: rows of an Arrow table, by the buffer and the place at which they lie."""
+    """A data set of Hugging Face's: rows of an Arrow table, by the buffers and the places at which its columns lie."""
     yield _Some(data)
     chosen = None if data._indices is None else np.unique(data._indices.column(0).to_numpy())
     runs: dict[int, list[Array]] = {}
-    first = 0
-    for chunk in data.data.column(0).chunks if data.data.num_rows else ():
-        address = next((buffer.address for buffer in reversed(chunk.buffers()) if buffer is not None), 0)
-        found = np.array([[0, len(chunk)]]) if chosen is None else _runs(chosen, first, first + len(chunk)) - first
-        runs.setdefault(address, []).append(found + chunk.offset)
-        first += len(chunk)
+    for column in data.data.columns if data.data.num_rows else ():
+        first = 0
+        for chunk in column.chunks:
+            address = next((buffer.address for buffer in reversed(chunk.buffers()) if buffer is not None), None)
+            found = np.array([[0, len(chunk)]]) if chosen is None else _runs(chosen, first, first + len(chunk)) - first
+            if address is not None and len(chunk):  # a column of nothing but nulls has no buffer
+                runs.setdefault(address, []).append(found + chunk.offset)
+            first += len(chunk)
     yield _Placed({address: _merged(np.concatenate(parts)) for address, parts in runs.items()})
 
 
@@ -159,6 +187,25 @@ def _merged(runs: Array) -> Array:
     begins = np.concatenate([[True], runs[1:, 0] > ends[:-1]]) if len(runs) else np.empty(0, bool)
     firsts = np.flatnonzero(begins)
     return np.stack([runs[firsts, 0], np.append(ends[firsts[1:] - 1], ends[-1:])], 1)
+
+
+def _row_ranges(array: Array, index: Array | None = None) -> Array:
+    """The bytes of each row, or of those at `index`: first and behind the last, in rising order and disjoint."""
+    start = array.__array_interface__["data"][0]
+    if not array.size:
+        return np.empty((0, 2), np.int64)
+    if not array.ndim or (index is None and array.flags.c_contiguous):
+        return np.array([[start, start + array.nbytes]], np.int64)
+    places = np.arange(len(array)) if index is None else np.asarray(index, np.int64)
+    reach = [(length - 1) * stride for length, stride in zip(array.shape[1:], array.strides[1:], strict=True)]
+    first = start + places * array.strides[0] + sum(min(part, 0) for part in reach)
+    extent = sum(abs(part) for part in reach) + array.itemsize
+    return _merged(np.stack([first, first + extent], 1))
+
+
+def _joined(runs: Iterable[Array]) -> Array:
+    """Several lists of runs as one."""
+    return _merged(np.concatenate([np.empty((0, 2), np.int64), *runs]))
 
 
 def _columns(tensors: list[Any]) -> list[Array]:
