@@ -9,6 +9,7 @@ import pytest
 
 import halfsilver as hs
 from halfsilver.privacy.accounting import epsilon_of
+from halfsilver.runs.statement import make_statement
 
 CliRunner = pytest.importorskip("typer.testing").CliRunner
 
@@ -46,12 +47,28 @@ def test_runs_and_what_is_left(tmp_path: Path) -> None:
     assert "left 0." in shown.stdout
 
 
-def test_a_delta_is_asked_for_where_nothing_names_one(tmp_path: Path) -> None:
+def test_without_a_budget_the_delta_is_that_of_fit(tmp_path: Path) -> None:
     filled(tmp_path / "ledger.jsonl", None)
-    refused = CliRunner().invoke(app, ["ledger", str(tmp_path)])
-    assert "--delta" in str(refused.exception)
+    usual = CliRunner().invoke(app, ["ledger", str(tmp_path)])
+    assert "at delta 1e-05, one example protected (add-remove-one)" in usual.stdout.replace("\n", " ")
     given = CliRunner().invoke(app, ["ledger", str(tmp_path), "--delta", "1e-6"])
     assert "at delta 1e-06" in given.stdout
-    assert "No budget is set." in given.stdout
+    assert "No budget is set." in given.stdout.replace("\n", " ")
     missing = CliRunner().invoke(app, ["ledger", str(tmp_path / "other")])
     assert "to be a ledger, or a run folder" in str(missing.exception)
+
+
+def test_a_total_with_correlated_noise_holds_for_its_adjacency(tmp_path: Path) -> None:
+    """Also in the statement of a run with independent noise on the same data."""
+    ledger = filled(tmp_path / "ledger.jsonl", None)
+    before = make_statement(PLAN, ledger, "first", delta=1e-5)
+    assert "adjacency" not in before["all_runs_on_this_data"]
+    noise = hs.Correlated(buffers=1)
+    turns = hs.PrivacyPlan.calibrate(epsilon=2, delta=1e-5, population=500, batch_size=50, epochs=2, noise=noise)
+    ledger.register_run("in turn", turns, block_max=10)
+    ledger.intend("in turn")
+    after = make_statement(PLAN, ledger, "first", delta=1e-5)
+    assert after["adjacency"] == "add-remove-one"
+    assert after["all_runs_on_this_data"]["adjacency"] == "empty-one-place"
+    shown = CliRunner().invoke(app, ["ledger", str(tmp_path)]).stdout
+    assert "(empty-one-place)" in shown

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halfsilver.errors import ConfigError, require
+from halfsilver.errors import require
 
 if TYPE_CHECKING:
     from halfsilver.privacy.ledger import Ledger
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def ledger(
     path: Annotated[Path, typer.Argument(help="A ledger file, or a run folder with its ledger in it.")],
     delta: Annotated[
-        float | None, typer.Option(help="Delta of all figures (default: the budget's, or the least of the plans').")
+        float | None,
+        typer.Option(help="Delta of all figures (default: the budget's, or 1e-5, or less for many records)."),
     ] = None,
     head_file: Annotated[Path | None, typer.Option(help="Copy of the ledger's head that is kept elsewhere.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -48,7 +49,8 @@ def ledger(
     console.print(table)
     budget, left = found["budget"], found["left"]
     console.print(
-        f"In all: epsilon {_number(found['epsilon'])} at delta {found['delta']:g}, one {found['unit']} protected. "
+        f"In all: epsilon {_number(found['epsilon'])} at delta {found['delta']:g}, one {found['unit']} protected "
+        f"({found['adjacency']}). "
         + (
             f"Budget: epsilon {budget['epsilon']:g} at delta {budget['delta']:g}, left {left:.4g}. The next step is "
             "granted by a stricter rule."
@@ -61,20 +63,18 @@ def ledger(
 def summary(ledger: Ledger, delta: float | None) -> dict[str, Any]:
     """The ledger as plain values, all figures at one delta; an epsilon of None is infinite."""
     from halfsilver.privacy.selection import Selection
-    from halfsilver.runs.statement import total_now
+    from halfsilver.runs.statement import default_delta, total_now
 
     ledger.counts()  # reads what others have appended
     plans = [run.plan.each if isinstance(run.plan, Selection) else run.plan for run in ledger.runs.values()]
-    known = [plan.delta for plan in plans if plan.delta]
-    usual = ledger.budget.delta if ledger.budget else min(known, default=None)
+    usual = ledger.budget.delta if ledger.budget else min(map(default_delta, plans), default=1e-5)
     at = usual if delta is None else delta
-    if at is None:
-        raise ConfigError(f"Neither a budget nor a plan in {ledger.path} names a delta. Give --delta, in (0, 1).")
     require(0 < at < 1, "delta", at, "in (0, 1)")
     total = total_now(ledger, at)
     return {
         "ledger": str(ledger.path),
         "unit": ledger.unit,
+        "adjacency": total.get("adjacency", ledger.adjacency),
         "delta": at,
         "epsilon": total["epsilon"],
         "accountant": total["accountant"],

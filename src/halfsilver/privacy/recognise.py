@@ -62,7 +62,7 @@ def _runs_meet(a: Array, b: Array) -> bool:
 
 @dataclass(frozen=True)
 class _Ranges:
-    """Single rows, by the addresses of their first byte and of the byte behind their last; in rising order, disjoint."""
+    """Single rows, by the addresses of their first byte and the byte behind their last; in rising order, disjoint."""
 
     runs: Array
 
@@ -127,13 +127,18 @@ def _parts(data: Any) -> Iterator[_Part]:
     elif (arrays := _arrays(data)) is not None:
         yield _columns(arrays)
     elif isinstance(data, list):
-        yield from (_Some(record) for record in data if not isinstance(record, int | float | str | bool | None))
-        yield _Some(data)
-        views = [_row_ranges(array) for array in map(_array, data) if array is not None and array.size > 1]
-        if views:
-            yield _Ranges(_joined(views))
+        yield from _of_list(data)
     elif data is not None and not isinstance(data, tuple):  # there is one empty tuple
         yield _Some(data)
+
+
+def _of_list(data: list[Any]) -> Iterator[_Part]:
+    """By its records, and where these are tensors or arrays by their memory."""
+    yield from (_Some(record) for record in data if not isinstance(record, int | float | str | bool | None))
+    yield _Some(data)
+    views = [_row_ranges(array) for array in map(_array, data) if array is not None and array.size > 1]
+    if views:
+        yield _Ranges(_joined(views))
 
 
 def _of_subset(data: Any) -> Iterator[_Part]:

@@ -84,13 +84,14 @@ def ledger_part(ledger: Mapping[str, Any]) -> Html:
     if not ledger:
         return Html("")
     by = str(ledger.get("accountant", "")).upper()
-    elsewhere = ledger.get("external")
+    elsewhere, held_for = ledger.get("external"), str(ledger.get("adjacency"))
     reasons = [plain(e.get("why")) for e in elsewhere if isinstance(e, Mapping)] if isinstance(elsewhere, list) else []
     rows = [
         ("runs on this data", plain(ledger.get("runs"))),
         *([("spent elsewhere, and counted too", "; ".join(reasons))] if reasons else []),
         ("epsilon of all of them", f"{digits(ledger.get('epsilon'))} by {by}"),
         ("delta of all of them", plain(ledger.get("delta"))),
+        *([("adjacency of all of them", f"{held_for}: {ADJACENCY[held_for]}")] if held_for in ADJACENCY else []),
         ("budget of all of them", plain(ledger.get("budget") or "none")),
     ]
     words = (

@@ -206,6 +206,7 @@ def _spent(statement: Statement, now: Mapping[str, Any]) -> Part:
         ("epsilon of all of them, today", f"{total} at delta {plain(now['delta'])}"),
         ("budget", allowed),
         *[("spent elsewhere", plain(entry["why"])) for entry in elsewhere],
+        *([("the total holds where", ADJACENCY[now["adjacency"]])] if "adjacency" in now else []),
     ]
     words = (
         "The epsilon of a run bounds what its own output reveals. Whoever sees the outputs of all runs on these data "

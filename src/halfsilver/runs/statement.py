@@ -124,5 +124,7 @@ def total_of(
     if external:  # only then, as statements of versions before have no such entry
         entries = ledger.externals[:external]
         total["external"] = [{"why": e.why, "count": e.spent.count, **e.event()} for e in entries]
+    if any(run.plan.sampler == "separated" for run in islice(ledger.runs.values(), runs)):
+        total["adjacency"] = EMPTY_PLACE  # the weaker one holds for the total, whatever a single run has
     budget = asdict(ledger.budget) if ledger.budget else None
     return {**total, "composition": "filter" if budget else "odometer", "budget": budget}
