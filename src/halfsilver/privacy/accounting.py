@@ -40,10 +40,10 @@ Accountant = Literal["pld", "rdp"]
 
 # At 1e-3 the discretisation error is visible below epsilon 0.2; at 1e-4 it is below 1 % there.
 PLD_INTERVAL = 1e-4
-_LITTLE_NOISE, _BEYOND_USE = (
-    0.1,
-    100.0,
-)  # a noise multiplier, and an epsilon of RDP from which PLD is not worth its time
+# A noise multiplier below which, and an epsilon of RDP above which, PLD is not worth its time.
+_LITTLE_NOISE, _BEYOND_USE = 0.1, 100.0
+# The share of delta from which on the rounding of a convolution shows in epsilon.
+_VISIBLE = 0.01
 
 
 class Trials(NamedTuple):
@@ -169,7 +169,8 @@ def epsilon_of(
     is a tight upper bound. RDP adds the Renyi divergences of all steps for each order, and takes the order whose
     conversion to (epsilon, delta) is best. The deltas of pairs come off `delta` first; if nothing is left, epsilon is
     infinite. Where a noise multiplier is below 0.1 and RDP gives more than 100, "pld" returns the epsilon of RDP: it is
-    an upper bound, too, and the loss distribution would have millions of points.
+    an upper bound, too, and the loss distribution would have millions of points. At deltas below about 1e-10, where the
+    rounding of the convolution shows (see `convolution_error`), "pld" returns the smaller one of both.
 
     Args:
         counts: What ran, and how often.
@@ -258,16 +259,40 @@ def _epsilon(
         return math.inf
     if accountant == "rdp" and order is not None:
         return float(rdp.compute_epsilon([order], [sum(rdp_at(c, order) for c in counts)], left)[0])
-    if accountant == "pld" and min((c.noise_multiplier for c in steps), default=1.0) < _LITTLE_NOISE:
+    if accountant == "pld" and min(map(_composed_noise, steps), default=1.0) < _LITTLE_NOISE:
         bound = _epsilon(counts, delta, "rdp", interval, None)
         if bound > _BEYOND_USE:
             return bound
     if accountant == "pld":
-        return epsilon_at(_loss_distribution(steps, pairs, interval), delta)
+        error = convolution_error(counts)
+        if error < _VISIBLE * delta:
+            return epsilon_at(_loss_distribution(steps, pairs, interval), delta - error)
+        bound = _epsilon(counts, delta, "rdp", interval, None)
+        if error > 0.9 * delta:
+            return bound
+        return min(bound, epsilon_at(_loss_distribution(steps, pairs, interval), delta - error))
     with _quiet_absl():
         known = _rdp_of(steps)
         total = [r + sum(pair.rdp(a) for pair in pairs) for a, r in zip(known.orders, known.rdp, strict=True)]
         return float(rdp.compute_epsilon(known.orders, total, left)[0])
+
+
+def convolution_error(counts: Sequence[Count]) -> float:
+    """How much of delta the Fourier transforms may lose, which compose loss distributions in double precision.
+
+    Against transforms in long double, delta was off by at most 1.3e-13 after 10^4 steps, 8e-13 after 10^5 and 2e-12
+    after 10^6. This is at least twice as much. Where nothing is convolved there is no such error.
+
+    >>> convolution_error([MechanismCount(noise_multiplier=1.0, sampling_rate=1.0, count=9)])
+    0.0
+    """
+    steps = sum(c.count for c in counts if isinstance(c, PairCount) or c.sampling_rate < 1)
+    return 1e-13 + 5e-15 * math.sqrt(steps) if steps > 1 or len(counts) > 1 else 0.0
+
+
+def _composed_noise(c: MechanismCount) -> float:
+    """The noise of the one Gaussian mechanism that steps of all rows are together; of sampled steps, that of each."""
+    return c.noise_multiplier / math.sqrt(c.count) if c.sampling_rate == 1 else c.noise_multiplier
 
 
 @lru_cache(maxsize=8)  # a budget and a statement ask of the same steps at different deltas
@@ -286,7 +311,7 @@ def _loss_distribution(
     parts = [pair.loss_distribution(interval) for pair in pairs]
     for c in steps:
         if c.sampling_rate == 1:  # n steps of all rows are one with noise / sqrt(n), exactly
-            parts.append(gaussian_loss(c.noise_multiplier / math.sqrt(c.count), 1.0, interval))
+            parts.append(gaussian_loss(_composed_noise(c), 1.0, interval))
         else:
             parts.append(gaussian_loss(c.noise_multiplier, c.sampling_rate, interval).self_compose(c.count))
     return reduce(lambda total, part: total.compose(part), parts)

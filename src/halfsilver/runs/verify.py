@@ -162,7 +162,7 @@ def _same(found: Any, expected: Any) -> bool:
     if isinstance(expected, dict) and isinstance(found, dict):
         return found.keys() == expected.keys() and all(_same(found[k], expected[k]) for k in expected)
     if isinstance(expected, float) and isinstance(found, float):
-        return math.isclose(found, expected, rel_tol=1e-6)
+        return math.isclose(found, expected, rel_tol=1e-5)
     return type(found) is type(expected) and bool(found == expected)
 
 
