@@ -3,10 +3,12 @@
     python -m benchmarks.federated.deployment --out DIR           keeps everything in DIR; the log is DIR/deployment.log
     python -m benchmarks.federated.deployment --out DIR --json    the result as JSON
     python -m benchmarks.federated.deployment --noise correlated  users in turn, and correlated noise
+    python -m benchmarks.federated.deployment --nodes 50          50 nodes of two users in place of four of 35
 
-SuperLink with TLS and node authentication, four SuperNodes of 35 users each, the app of examples/flower_app. After
-two rounds a node is killed, and in the middle of the fourth the link (SIGKILL, with its ServerApp). Then both are
-started again, and `flwr run` goes on where the run folder is. Takes 2 to 4 minutes on two cores.
+SuperLink with TLS and node authentication, SuperNodes, the app of examples/flower_app. After two rounds a node is
+killed, and in the middle of the fourth the link (SIGKILL, with its ServerApp). Then both are started again, and `flwr
+run` resumes from the run folder. Takes 2 to 4 minutes on two cores. With 50 nodes it takes longer, because a node is
+two processes and each message starts one more.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -33,41 +36,78 @@ from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.strategies import Correlated
 
 APP = Path(__file__).parents[2] / "examples" / "flower_app"
-NODES, USERS, ROUNDS = 4, 35, 6
-_SECONDS = 480
+USERS, ROUNDS = 140, 6
+_AT_ONCE = 10  # SuperNodes that start together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A deployment: where it is kept, its nodes, and what the app is asked to do."""
+
+    folder: Path
+    nodes: int = 4
+    correlated: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [f"node{i + 1}" for i in range(self.nodes)]
+
+    @property
+    def users_each(self) -> int:
+        return USERS // self.nodes
+
+    @property
+    def round_seconds(self) -> float:
+        """How long a round waits for replies. Each reply takes a process of some seconds of processor time."""
+        return 90.0 + 6.0 * self.nodes
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The app's configuration."""
+        return {
+            "run-dir": self.folder / "run",
+            "members": self.folder / "members.json",
+            "data": self.folder / "data",
+            "model-file": self.folder / "model.safetensors",
+            "rounds": ROUNDS,
+            "round-seconds": self.round_seconds,
+            "min-online": self.nodes - 1,
+            "correlated": self.correlated,
+        }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for keys, logs, run and model (default: a temporary one)")
     parser.add_argument("--noise", choices=("independent", "correlated"), default="independent")
+    parser.add_argument("--nodes", type=int, default=Scene.nodes)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.out or Path(temporary)).resolve()
-        result = deployment(folder, quiet=args.json, correlated=args.noise == "correlated")
+        scene = Scene(folder=folder, nodes=args.nodes, correlated=args.noise == "correlated")
+        result = deployment(scene, quiet=args.json)
     if args.json:
         print(json.dumps(result, indent=1))
     return 0
 
 
-def deployment(folder: Path, quiet: bool = False, correlated: bool = False) -> dict[str, Any]:
+def deployment(scene: Scene, quiet: bool = False) -> dict[str, Any]:
     """Raises if anything is not as it should be."""
+    folder, names = scene.folder, scene.names
     say = teller(folder, quiet)
     with Loopback(folder, say) as loop:
-        names = [f"node{i + 1}" for i in range(NODES)]
-        subprocess.run(
-            [sys.executable, APP / "split.py", folder / "data", "--nodes", str(NODES)], check=True, stdout=PIPE
-        )
-        Enrolment(tuple(loop.new_key(n, USERS) for n in names)).save(folder / "members.json")
-        say(f"certificates, {NODES} node keys, members.json and data files made")
+        split: list[Any] = [sys.executable, APP / "split.py", folder / "data", "--nodes", str(scene.nodes)]
+        subprocess.run(split, check=True, stdout=PIPE)
+        Enrolment(tuple(loop.new_key(n, scene.users_each) for n in names)).save(folder / "members.json")
+        say(f"certificates, {scene.nodes} node keys, members.json and data files made")
         _start(loop, names)
-        killed = _interrupted(loop, folder, correlated)
+        killed = _interrupted(loop, scene)
         loop.start_link()
         start_node(loop, names[-1])
         say(f"SuperLink and {names[-1]} started again; the other nodes reconnect by themselves")
-        lines = _finished(loop, folder, correlated)
-    result = _checked(folder, lines, killed)
+        lines = _finished(loop, scene)
+    result = _checked(scene, lines, killed)
     say(f"all processes ended; ledger: {result['spent_steps']} steps spent for {result['updates']} updates; verified")
     return result
 
@@ -75,9 +115,15 @@ def deployment(folder: Path, quiet: bool = False, correlated: bool = False) -> d
 def _start(loop: Loopback, names: Sequence[str]) -> None:
     loop.start_link()
     loop.say("SuperLink up: TLS, node authentication")
-    loop.register(*names)
-    for name in names:
-        start_node(loop, name)
+    for i in range(0, len(names), _AT_ONCE):
+        some = names[i : i + _AT_ONCE]
+        loop.register(*some)
+        for name in some:
+            start_node(loop, name)
+        if len(names) > _AT_ONCE:
+            loop.wait_until_up(some)
+    for name in names if len(names) > _AT_ONCE else ():
+        loop.yield_to_the_link(name)
     loop.say(f"{len(names)} SuperNodes registered and started")
 
 
@@ -85,28 +131,16 @@ def start_node(loop: Loopback, name: str) -> None:
     loop.start_node(name, config={"data": str(loop.folder / "data" / f"{name}.safetensors")})
 
 
-def config(folder: Path, correlated: bool = False) -> dict[str, Any]:
-    return {
-        "run-dir": folder / "run",
-        "members": folder / "members.json",
-        "data": folder / "data",
-        "model-file": folder / "model.safetensors",
-        "rounds": ROUNDS,
-        "round-seconds": 90.0,
-        "min-online": NODES - 1,
-        "correlated": correlated,
-    }
-
-
-def _interrupted(loop: Loopback, folder: Path, correlated: bool) -> dict[str, int]:
+def _interrupted(loop: Loopback, scene: Scene) -> dict[str, int]:
     """The first run: after two rounds a node dies, in the middle of the fourth the link, and with it the run."""
-    run = loop.run_app(APP, config(folder, correlated))
+    folder, last = scene.folder, scene.names[-1]
+    run = loop.run_app(APP, scene.config)
     loop.say("flwr run: the ServerApp starts")
-    wait_for_round(loop, folder, run, 2)
-    loop.kill(f"node{NODES}")
-    loop.say(f"round {rounds_done(folder)} done; node{NODES} killed")
-    wait_for_round(loop, folder, run, 3)
-    loop.wait_for("the next round", lambda: spent(folder) > rounds_done(folder), 60)
+    wait_for_round(loop, scene, run, 2)
+    loop.kill(last)
+    loop.say(f"round {rounds_done(folder)} done; {last} killed")
+    wait_for_round(loop, scene, run, 3)
+    loop.wait_for("the next round", lambda: spent(folder) > rounds_done(folder), 60 + scene.round_seconds)
     loop.kill("link")
     run.kill()
     at = {"updates": rounds_done(folder), "spent": spent(folder)}
@@ -114,13 +148,13 @@ def _interrupted(loop: Loopback, folder: Path, correlated: bool) -> dict[str, in
     return at
 
 
-def wait_for_round(loop: Loopback, folder: Path, run: subprocess.Popen[str], number: int) -> None:
+def wait_for_round(loop: Loopback, scene: Scene, run: subprocess.Popen[str], number: int) -> None:
     def there() -> bool:
         if run.poll() is not None:
             raise RuntimeError(f"The run ended early.\n{run.communicate()[0]}\n{loop.log_of('link')[-4000:]}")
-        return rounds_done(folder) >= number
+        return rounds_done(scene.folder) >= number
 
-    loop.wait_for(f"round {number}", there, _SECONDS)
+    loop.wait_for(f"round {number}", there, 120 + 4 * scene.round_seconds)
 
 
 def spent(folder: Path) -> int:
@@ -136,27 +170,29 @@ def rounds_done(folder: Path) -> int:
     return max((json.loads(line)["step"] for line in lines), default=0)
 
 
-def _finished(loop: Loopback, folder: Path, correlated: bool) -> list[str]:
-    run = loop.run_app(APP, config(folder, correlated))
-    loop.say("flwr run again: the run folder goes on")
-    out, _ = run.communicate(timeout=_SECONDS)
+def _finished(loop: Loopback, scene: Scene) -> list[str]:
+    run = loop.run_app(APP, scene.config)
+    loop.say("flwr run again: the run is resumed")
+    out, _ = run.communicate(timeout=120 + 4 * scene.round_seconds)
     lines = [line for line in out.splitlines() if line.startswith("round ")]
-    if not (folder / "model.safetensors").exists():
+    if not (scene.folder / "model.safetensors").exists():
         raise RuntimeError(f"No model was written.\n{out}\n{loop.log_of('link')[-4000:]}")
     for line in lines:
         loop.say(line)
     return lines
 
 
-def _checked(folder: Path, lines: Sequence[str], killed: Mapping[str, int]) -> dict[str, Any]:
+def _checked(scene: Scene, lines: Sequence[str], killed: Mapping[str, int]) -> dict[str, Any]:
+    folder = scene.folder
     command = [str(Path(sys.executable).parent / "halfsilver"), "verify", str(folder / "run"), "--json"]
     verified = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     weights = load_file(folder / "model.safetensors")
     history = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    alone = noise_alone(verified["statement"]["plan"], weights)
     result = {
-        "nodes": NODES,
+        "nodes": scene.nodes,
         "sampler": verified["statement"]["sampler"],
-        "population": NODES * USERS,
+        "population": scene.nodes * scene.users_each,
         "updates": verified["step"],
         "spent_steps": verified["statement"]["spent_so_far"]["steps"],
         "when_the_link_died": dict(killed),
@@ -165,7 +201,7 @@ def _checked(folder: Path, lines: Sequence[str], killed: Mapping[str, int]) -> d
         "parameters": sum(t.numel() for t in weights.values()),
         "test_error_first": history[0]["error"],
         "test_error_last": history[-1]["error"],
-        "rounds_heard": sum(h["released_norm"] > noise_alone(verified["statement"]["plan"], weights) for h in history),
+        "rounds_heard": sum(h["released_norm"] > alone for h in history if h["step"]),
         "epsilon": verified["statement"]["epsilon_planned"]["pld"],
         "seconds": float((folder / "seconds").read_text()),
     }

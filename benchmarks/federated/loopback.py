@@ -6,6 +6,7 @@ every process that was started in it is gone, and so are those that Flower start
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from importlib.metadata import distribution
 from ipaddress import IPv4Address
 from pathlib import Path
 from types import TracebackType
@@ -82,10 +84,9 @@ class Loopback:
         """A SuperNode with the key of this name, which also signs its replies."""
         path = self.folder / (key or name)
         values = {"signing-key": str(path), **(config or {})}
-        text = " ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in values.items())
         secure = ["--root-certificates", self.folder / "ca.crt", "--auth-supernode-private-key", path]
         where = ["--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1", "--port", free_port()]
-        self._start(name, ["flower-supernode", *where, *(options or secure), "--node-config", text])
+        self._start(name, ["flower-supernode", *where, *(options or secure), "--node-config", toml(values)])
 
     def new_key(self, name: str, users: int = 1) -> Member:
         make_node_key(self.folder / name)
@@ -99,8 +100,7 @@ class Loopback:
                 raise RuntimeError(f"flwr supernode register failed: {out}")
 
     def run_app(self, app: Path, config: Mapping[str, Any]) -> subprocess.Popen[str]:
-        text = " ".join(f'{k}="{v}"' if isinstance(v, str | Path) else f"{k}={v}" for k, v in config.items())
-        return self.cli("run", app, "loop", "--stream", "--run-config", text)
+        return self.cli("run", app, "loop", "--stream", "--run-config", toml(config))
 
     def cli(self, *arguments: Any) -> subprocess.Popen[str]:
         return self._popen(["flwr", *arguments], "cli", subprocess.PIPE)
@@ -110,6 +110,10 @@ class Loopback:
         process = self._processes.pop(name)
         _quietly(os.killpg, process.pid)
         process.wait()
+
+    def wait_until_up(self, names: Sequence[str]) -> None:
+        """Until each of these nodes is connected."""
+        self.wait_for("SuperNodes", lambda: all("SuperNode ID" in self.log_of(name) for name in names), 300)
 
     def yield_to_the_link(self, name: str) -> None:
         """Let a node, and what it starts from now on, wait for the others.
@@ -146,11 +150,12 @@ class Loopback:
         """In a group of its own, with a Flower home of its own.
 
         Flower's programs may belong to another environment than this process, on which ours stands: they are found
-        beside the package, and told where halfsilver is.
+        beside the package, and told where halfsilver and its metadata are.
         """
-        binaries, package = Path(flwr.__file__).parents[4] / "bin", Path(halfsilver.__file__).parents[1]
+        binaries = Path(flwr.__file__).parents[4] / "bin"
+        package = _joined(Path(halfsilver.__file__).parents[1], str(distribution("halfsilver").locate_file("")))
         own = {"FLWR_HOME": str(self._home(name)), _MARK: self.mark, "OMP_NUM_THREADS": "1"}
-        places = {"PATH": binaries, "PYTHONPATH": package}
+        places = {"PATH": str(binaries), "PYTHONPATH": package}
         path = {name: _joined(place, os.environ.get(name)) for name, place in places.items()}
         return subprocess.Popen(
             [str(binaries / command[0]), *map(str, command[1:])],
@@ -169,7 +174,17 @@ class Loopback:
         return home
 
 
-def _joined(first: Path, others: str | None) -> str:
+def toml(values: Mapping[str, Any]) -> str:
+    """Settings as Flower's command line takes them.
+
+    >>> toml({"data": Path("a b"), "rounds": 3, "correlated": True})
+    'data="a b" rounds=3 correlated=true'
+    """
+    forms = {k: json.dumps(str(v) if isinstance(v, Path) else v) for k, v in values.items()}
+    return " ".join(f"{k}={form}" for k, form in forms.items())
+
+
+def _joined(first: Path | str, others: str | None) -> str:
     return os.pathsep.join([str(first), *([others] if others else [])])
 
 

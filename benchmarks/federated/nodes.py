@@ -65,17 +65,13 @@ def run(folder: Path, nodes: int, faulty: bool, round_seconds: float, quiet: boo
             loop.register(*names[i : i + _AT_ONCE])
             for name, kind in list(zip(names, kinds, strict=True))[i : i + _AT_ONCE]:
                 loop.start_node(name, config={"value": values[name], "mode": kind})
-            _wait_until_up(loop, names[i : i + _AT_ONCE])
+            loop.wait_until_up(names[i : i + _AT_ONCE])
         for name in names:
             loop.yield_to_the_link(name)
         start_seconds = time.monotonic() - started
         say(f"{nodes} SuperNodes up after {start_seconds:.0f} s")
         record, memory = _trained(loop, folder, nodes, round_seconds)
     return _judged(record, memory, dict(zip(names, kinds, strict=True)), values, start_seconds)
-
-
-def _wait_until_up(loop: Loopback, names: Sequence[str]) -> None:
-    loop.wait_for("SuperNodes", lambda: all("SuperNode ID" in loop.log_of(name) for name in names), 300)
 
 
 def _trained(loop: Loopback, folder: Path, nodes: int, round_seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.federated.deployment import ROUNDS, deployment
+from benchmarks.federated.deployment import ROUNDS, Scene, deployment
 
 
 @pytest.mark.deployment
@@ -14,5 +14,5 @@ from benchmarks.federated.deployment import ROUNDS, deployment
 def test_a_deployment_survives_the_loss_of_a_node_and_of_its_link(tmp_path: Path) -> None:
     """The script checks itself: updates, ledger, `halfsilver verify`, and that no process is left."""
     pytest.importorskip("sklearn", reason="the example's data come with scikit-learn")
-    result = deployment(tmp_path, quiet=True)
+    result = deployment(Scene(folder=tmp_path), quiet=True)
     assert result["updates"] == ROUNDS < result["spent_steps"]
