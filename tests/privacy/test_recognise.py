@@ -57,6 +57,8 @@ SAME: dict[str, tuple[Any, Any]] = {
     "a list": (ROWS, ROWS[3:5]),
     "a subset of tensors": ((X, Y), Subset(TENSORS, [3, 4, 9])),
     "subsets of two data sets of the same tensors": (Subset(TensorDataset(X, Y), [3]), Subset(TENSORS, [2, 3])),
+    "rows that are counted from the end": (Subset(OWN, [39]), Subset(OWN, [-1])),
+    "rows of tensors that are counted from the end": ((X[39:], Y[39:]), Subset(TENSORS, [-1])),
     "long lists": (MANY, MANY[2900:]),
     "scattered subsets": (Subset(WIDE, range(0, 6000, 2)), Subset(TensorDataset(*WIDE.tensors), range(5001, 6000, 3))),
     "a scattered subset and the tensors": (Subset(WIDE, range(0, 6000, 2)), WIDE.tensors[0][5990:]),

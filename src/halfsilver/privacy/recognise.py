@@ -147,6 +147,8 @@ def _of_subset(data: Any) -> Iterator[_Part]:
     while isinstance(data.dataset, Subset):
         data = data.dataset
         index = [int(data.indices[i]) for i in index]
+    if hasattr(data.dataset, "__len__") and len(data.dataset):
+        index = [i % len(data.dataset) for i in index]  # -1 is the last row
     yield _Some(data.dataset, frozenset(index))
     if isinstance(data.dataset, TensorDataset) and index:
         columns = _columns(list(data.dataset.tensors))
