@@ -54,7 +54,7 @@ class Scene:
     @property
     def round_seconds(self) -> float:
         """How long a round waits for replies. Each reply takes a process of some seconds of processor time."""
-        return 90.0 + 6.0 * self.nodes
+        return 90.0 + 3.0 * self.nodes
 
     @property
     def config(self) -> dict[str, Any]:
