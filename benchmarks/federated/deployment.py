@@ -4,11 +4,15 @@
     python -m benchmarks.federated.deployment --out DIR --json    the result as JSON
     python -m benchmarks.federated.deployment --noise correlated  users in turn, and correlated noise
     python -m benchmarks.federated.deployment --nodes 8           eight nodes of 17 users in place of four of 35
+    python -m benchmarks.federated.deployment --nodes 50 --memory    a link that forgets its nodes when it ends
 
 SuperLink with TLS and node authentication, SuperNodes, the app of examples/flower_app. After two rounds a node is
 killed, and in the middle of the fourth the link (SIGKILL, with its ServerApp). Then both are started again, and `flwr
-run` resumes from the run folder. Takes 2 to 4 minutes on two cores. The link keeps its state in SQLite, to know
-its nodes after the restart. 50 nodes on two cores lock it for longer than the link waits, and the run ends in round 1.
+run` resumes from the run folder. Takes 2 to 4 minutes on two cores with four nodes.
+
+By default the link keeps its state in SQLite, and knows its nodes after the restart. 50 nodes on two cores lock SQLite
+for longer than the link waits, and the run ends in round 1. With `--memory`, the nodes are registered and started again
+after the restart.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ class Scene:
     folder: Path
     nodes: int = 4
     correlated: bool = False
+    database: bool = True
 
     @property
     def names(self) -> list[str]:
@@ -76,11 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for keys, logs, run and model (default: a temporary one)")
     parser.add_argument("--noise", choices=("independent", "correlated"), default="independent")
     parser.add_argument("--nodes", type=int, default=Scene.nodes)
+    parser.add_argument("--memory", action="store_true", help="the link keeps its state in memory, not in SQLite")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.out or Path(temporary)).resolve()
-        scene = Scene(folder=folder, nodes=args.nodes, correlated=args.noise == "correlated")
+        scene = Scene(
+            folder=folder, nodes=args.nodes, correlated=args.noise == "correlated", database=not args.memory
+        )
         result = deployment(scene, quiet=args.json)
     if args.json:
         print(json.dumps(result, indent=1))
@@ -96,19 +104,26 @@ def deployment(scene: Scene, quiet: bool = False) -> dict[str, Any]:
         subprocess.run(split, check=True, stdout=PIPE)
         Enrolment(tuple(loop.new_key(n, scene.users_each) for n in names)).save(folder / "members.json")
         say(f"certificates, {scene.nodes} node keys, members.json and data files made")
-        _start(loop, names)
+        _start(loop, scene)
         killed = _interrupted(loop, scene)
-        loop.start_link()
-        start_node(loop, names[-1])
-        say(f"SuperLink and {names[-1]} started again; the other nodes reconnect by themselves")
+        if scene.database:
+            loop.start_link()
+            start_node(loop, names[-1])
+            say(f"SuperLink and {names[-1]} started again; the other nodes reconnect by themselves")
+        else:
+            for name in names[:-1]:
+                loop.kill(name)
+            _start(loop, scene)
         lines, silent = _finished(loop, scene)
     result = _checked(scene, lines, killed, silent)
     say(f"all processes ended; ledger: {result['spent_steps']} steps spent for {result['updates']} updates; verified")
     return result
 
 
-def _start(loop: Loopback, names: Sequence[str]) -> None:
-    loop.start_link()
+def _start(loop: Loopback, scene: Scene) -> None:
+    """A link that knows no node, and all nodes."""
+    names = scene.names
+    loop.start_link(scene.database)
     loop.say("SuperLink up: TLS, node authentication")
     for i in range(0, len(names), _AT_ONCE):
         some = names[i : i + _AT_ONCE]
@@ -186,6 +201,7 @@ def _checked(scene: Scene, lines: Sequence[str], killed: Mapping[str, int], sile
     history = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     result = {
         "nodes": scene.nodes,
+        "link": "database" if scene.database else "memory",
         "sampler": verified["statement"]["sampler"],
         "population": scene.nodes * scene.users_each,
         "updates": verified["step"],
