@@ -38,6 +38,23 @@ def test_epsilon_without_torch() -> None:
         assert done.stdout.splitlines()[-1] == expected, done.stderr
 
 
+WITHOUT_ACCOUNTING = {
+    "a trainer": "import halfsilver; halfsilver.Trainer, halfsilver.PrivateData, halfsilver.compare",
+    "a device": "import halfsilver.federated.flower",
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ACCOUNTING)
+def test_without_accounting(name: str) -> None:
+    """dp-accounting brings SciPy, and takes about as long as torch. And the check can fail: an epsilon needs both."""
+    plan = "halfsilver.PrivacyPlan(steps=2, sampling_rate=0.1, noise_multiplier=4.0, expected_batch_size=8)"
+    epsilon = f"import halfsilver; {plan}.epsilon(1e-5)"
+    for code, expected in ((WITHOUT_ACCOUNTING[name], "False False"), (epsilon, "True True")):
+        whole = f"import sys; {code}; print(*(name in sys.modules for name in ('dp_accounting', 'scipy')))"
+        done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=120)
+        assert done.stdout.strip() == expected, done.stderr
+
+
 def test_every_name_has_a_home() -> None:
     assert sorted(hs._HOME) == sorted(hs.__all__)
     for name in (*hs.__all__, *hs._MODULES):

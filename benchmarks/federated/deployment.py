@@ -86,9 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.out or Path(temporary)).resolve()
-        scene = Scene(
-            folder=folder, nodes=args.nodes, correlated=args.noise == "correlated", database=not args.memory
-        )
+        scene = Scene(folder=folder, nodes=args.nodes, correlated=args.noise == "correlated", database=not args.memory)
         result = deployment(scene, quiet=args.json)
     if args.json:
         print(json.dumps(result, indent=1))

@@ -1,49 +1,36 @@
-"""From counted mechanism steps to epsilon, by the dp-accounting library.
+"""From counted mechanism steps to epsilon.
 
-The mechanism is data: `MechanismCount` says how often which step ran, and dp-accounting interprets it. `PairCount`
-stands for what ran elsewhere and is known by its (epsilon, delta) alone. A plan, the ledger and ``halfsilver verify``
-all call the same two functions.
+The mechanism is data: `MechanismCount` says how often which step ran, and `composition` interprets it, by the
+dp-accounting library. `PairCount` stands for what ran elsewhere and is known by its (epsilon, delta) alone. A plan, the
+ledger and ``halfsilver verify`` all call the same two functions.
+
+dp-accounting takes about as long to import as torch. So it is imported when an epsilon is asked for, and who counts
+nothing, as a device of a federation does, never waits for it.
 
 References:
-    - Koskela, Jalko and Honkela 2020, Computing Tight Differential Privacy Guarantees Using FFT, arXiv:1906.03049.
-    - Gopi, Lee and Wutschitz 2021, Numerical Composition of Differential Privacy, arXiv:2106.02848.
-    - Doroshenko et al. 2022, Connect the Dots: Tighter Discrete Approximations of Privacy Loss Distributions,
-      arXiv:2207.04380, for the discretisation of dp-accounting.
-    - Mironov 2017, Renyi Differential Privacy, arXiv:1702.07476.
-    - Mironov, Talwar and Zhang 2019, Renyi Differential Privacy of the Sampled Gaussian Mechanism, arXiv:1908.10530.
     - Kairouz, Oh and Viswanath 2017, The Composition Theorem for Differential Privacy, arXiv:1311.0776, for the worst
       mechanism of an (epsilon, delta).
-    - Papernot and Steinke 2022, Hyperparameter Tuning with Renyi Differential Privacy, arXiv:2110.03620.
+    - See also the head of `composition`.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
-from typing import Literal, NamedTuple
-
-import dp_accounting as dpa
-from dp_accounting import rdp
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
-from dp_accounting.pld.common import DifferentialPrivacyParameters
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution, from_privacy_parameters
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from halfsilver.errors import ConfigError, require
-from halfsilver.privacy.loss_distribution import epsilon_at, gaussian_loss
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
 
 Accountant = Literal["pld", "rdp"]
 
 # At 1e-3 the discretisation error is visible below epsilon 0.2; at 1e-4 it is below 1 % there.
 PLD_INTERVAL = 1e-4
-# A noise multiplier below which, and an epsilon of RDP above which, PLD is not worth its time.
-_LITTLE_NOISE, _BEYOND_USE = 0.1, 100.0
-# The share of delta from which on the rounding of a convolution shows in epsilon.
-_VISIBLE = 0.01
 
 
 class Trials(NamedTuple):
@@ -72,14 +59,11 @@ class MechanismCount:
     count: int
     trials: Trials | tuple[()] = ()  # compares with that of any other count, as None would not
 
-    def event(self) -> dpa.DpEvent:
-        once = dpa.GaussianDpEvent(self.noise_multiplier)
-        if self.sampling_rate < 1:
-            once = dpa.PoissonSampledDpEvent(self.sampling_rate, once)
-        if self.trials:
-            steps, mean, eta = self.trials
-            once = RepeatAndSelectDpEvent(dpa.SelfComposedDpEvent(once, steps), mean, eta)
-        return dpa.SelfComposedDpEvent(once, self.count)
+    def event(self) -> DpEvent:
+        """As dp-accounting names it."""
+        from halfsilver.privacy import composition
+
+        return composition.event(self)
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -103,10 +87,6 @@ class PairCount:
     epsilon: float
     delta: float
     count: int
-
-    def loss_distribution(self, interval: float) -> PrivacyLossDistribution:
-        pair = DifferentialPrivacyParameters(self.epsilon, self.delta)
-        return from_privacy_parameters(pair, value_discretization_interval=interval).self_compose(self.count)
 
     def rdp(self, order: float) -> float:
         """Renyi divergence of the part that reveals nothing, log(p^a q^(1-a) + q^a p^(1-a)) / (a - 1) per mechanism.
@@ -170,7 +150,7 @@ def epsilon_of(
     conversion to (epsilon, delta) is best. The deltas of pairs come off `delta` first; if nothing is left, epsilon is
     infinite. Where a noise multiplier is below 0.1 and RDP gives more than 100, "pld" returns the epsilon of RDP: it is
     an upper bound, too, and the loss distribution would have millions of points. At deltas below about 1e-10, where the
-    rounding of the convolution shows (see `convolution_error`), "pld" returns the smaller one of both.
+    rounding of the convolution shows (see `composition.convolution_error`), "pld" returns the smaller one of both.
 
     Args:
         counts: What ran, and how often.
@@ -193,7 +173,7 @@ def epsilon_of(
         3.508
 
     References:
-        - See the head of this module. The conversion from RDP is Proposition 12 of Canonne, Kamath and Steinke 2020,
+        - See the head of `composition`. The conversion from RDP is Proposition 12 of Canonne, Kamath and Steinke 2020,
           The Discrete Gaussian for Differential Privacy, arXiv:2004.00010.
     """
     require(0 < delta < 1, "delta", delta, "in (0, 1)")
@@ -227,21 +207,9 @@ def rdp_at(mechanism: Count, order: int) -> float:
         - Mironov, Talwar and Zhang 2019, Renyi Differential Privacy of the Sampled Gaussian Mechanism,
           arXiv:1908.10530, section 3.3.
     """
-    if isinstance(mechanism, PairCount):
-        return mechanism.rdp(order)
-    if mechanism.trials:
-        return mechanism.count * _rdp_of_selection(replace(mechanism, count=1))[order]
-    ledger = rdp.RdpAccountant([order])
-    with _quiet_absl():
-        return float(ledger.compose(mechanism.event()).rdp[0])
+    from halfsilver.privacy import composition
 
-
-@lru_cache(maxsize=64)
-def _rdp_of_selection(mechanism: MechanismCount) -> dict[float, float]:
-    ledger = rdp.RdpAccountant()
-    with _quiet_absl():
-        ledger.compose(mechanism.event())
-    return dict(zip(ledger.orders.tolist(), ledger.rdp.tolist(), strict=True))
+    return mechanism.rdp(order) if isinstance(mechanism, PairCount) else composition.rdp_at(mechanism, order)
 
 
 @lru_cache(maxsize=512)
@@ -252,78 +220,8 @@ def _epsilon(
         return 0.0
     if accountant == "pld" and _has_selection(counts):
         raise ConfigError("Expected accountant='rdp' for a selection: its privacy loss distribution is not known.")
-    steps = tuple(c for c in counts if isinstance(c, MechanismCount))
-    pairs = tuple(c for c in counts if isinstance(c, PairCount))
-    left = delta - sum(pair.delta * pair.count for pair in pairs)  # for RDP, which cannot hold a delta
-    if accountant == "rdp" and left <= 0:
-        return math.inf
-    if accountant == "rdp" and order is not None:
-        return float(rdp.compute_epsilon([order], [sum(rdp_at(c, order) for c in counts)], left)[0])
-    if accountant == "pld" and min(map(_composed_noise, steps), default=1.0) < _LITTLE_NOISE:
-        bound = _epsilon(counts, delta, "rdp", interval, None)
-        if bound > _BEYOND_USE:
-            return bound
+    from halfsilver.privacy import composition
+
     if accountant == "pld":
-        error = convolution_error(counts)
-        if error < _VISIBLE * delta:
-            return epsilon_at(_loss_distribution(steps, pairs, interval), delta - error)
-        bound = _epsilon(counts, delta, "rdp", interval, None)
-        if error > 0.9 * delta:
-            return bound
-        return min(bound, epsilon_at(_loss_distribution(steps, pairs, interval), delta - error))
-    with _quiet_absl():
-        known = _rdp_of(steps)
-        total = [r + sum(pair.rdp(a) for pair in pairs) for a, r in zip(known.orders, known.rdp, strict=True)]
-        return float(rdp.compute_epsilon(known.orders, total, left)[0])
-
-
-def convolution_error(counts: Sequence[Count]) -> float:
-    """How much of delta the Fourier transforms may lose, which compose loss distributions in double precision.
-
-    Against transforms in long double, delta was off by at most 1.3e-13 after 10^4 steps, 8e-13 after 10^5 and 2e-12
-    after 10^6. This is at least twice as much. Where nothing is convolved there is no such error.
-
-    >>> convolution_error([MechanismCount(noise_multiplier=1.0, sampling_rate=1.0, count=9)])
-    0.0
-    """
-    steps = sum(c.count for c in counts if isinstance(c, PairCount) or c.sampling_rate < 1)
-    return 1e-13 + 5e-15 * math.sqrt(steps) if steps > 1 or len(counts) > 1 else 0.0
-
-
-def _composed_noise(c: MechanismCount) -> float:
-    """The noise of the one Gaussian mechanism that steps of all rows are together; of sampled steps, that of each."""
-    return c.noise_multiplier / math.sqrt(c.count) if c.sampling_rate == 1 else c.noise_multiplier
-
-
-@lru_cache(maxsize=8)  # a budget and a statement ask of the same steps at different deltas
-def _rdp_of(steps: tuple[MechanismCount, ...]) -> rdp.RdpAccountant:
-    ledger = rdp.RdpAccountant()
-    for c in steps:
-        ledger.compose(c.event())
-    return ledger
-
-
-@lru_cache(maxsize=8)
-def _loss_distribution(
-    steps: tuple[MechanismCount, ...], pairs: tuple[PairCount, ...], interval: float
-) -> PrivacyLossDistribution:
-    """The loss distributions of all, convolved."""
-    parts = [pair.loss_distribution(interval) for pair in pairs]
-    for c in steps:
-        if c.sampling_rate == 1:  # n steps of all rows are one with noise / sqrt(n), exactly
-            parts.append(gaussian_loss(_composed_noise(c), 1.0, interval))
-        else:
-            parts.append(gaussian_loss(c.noise_multiplier, c.sampling_rate, interval).self_compose(c.count))
-    return reduce(lambda total, part: total.compose(part), parts)
-
-
-@contextmanager
-def _quiet_absl() -> Iterator[None]:
-    """RDP warns of each order that it leaves out because a series did not converge. Epsilon stays an upper bound."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+        return composition.epsilon_by_pld(counts, delta, interval)
+    return composition.epsilon_by_rdp(counts, delta, order)

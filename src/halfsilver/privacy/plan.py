@@ -9,13 +9,14 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
-
-import dp_accounting as dpa
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from halfsilver.errors import ConfigError, require, require_numbers
 from halfsilver.privacy.accounting import PLD_INTERVAL, Accountant, MechanismCount, epsilon_of
 from halfsilver.privacy.strategies import INDEPENDENT, Correlated, Independent, Noise
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
 
 Unit = Literal["example", "user"]
 
@@ -193,7 +194,7 @@ class PrivacyPlan:
             count=self.max_releases if steps is None else steps,
         )
 
-    def event(self) -> dpa.DpEvent:
+    def event(self) -> DpEvent:
         """The whole run as a value of dp-accounting, so that others can check it."""
         return self.count().event()
 

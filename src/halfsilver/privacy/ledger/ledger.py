@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-import dp_accounting as dpa
+from typing import TYPE_CHECKING, Any
 
 from halfsilver._core import system
 from halfsilver.errors import BudgetExceeded, ConfigError, LedgerCorrupt, require
@@ -41,6 +39,9 @@ from halfsilver.privacy.ledger.records import (
 )
 from halfsilver.privacy.plan import Unit
 from halfsilver.privacy.selection import Plan
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
 
 __all__ = ["Budget", "External", "Grant", "Head", "Ledger", "Run"]
 
@@ -240,7 +241,7 @@ class Ledger:
             fields |= {"files": dict(files)} if files else {}
             return run.closed or self._append("finish", fields)
 
-    def external(self, event: tuple[float, float] | dpa.DpEvent, why: str) -> Head:
+    def external(self, event: tuple[float, float] | DpEvent, why: str) -> Head:
         """Record privacy that was spent on the same data elsewhere: synthetic data, another tool, a published table.
 
         It counts from then on against the budget, and in every total, statement and report. It is a fact, so it is
@@ -483,6 +484,8 @@ def _spent_elsewhere(event: Any) -> Count:
         require(0 <= epsilon < math.inf, "epsilon", epsilon, "in [0, inf)")
         require(0 <= delta < 1, "delta", delta, "in [0, 1)")
         return PairCount(epsilon=epsilon, delta=delta, count=1)
+    import dp_accounting as dpa  # whoever has an event has it loaded
+
     given, count, rate = event, 1, 1.0
     if isinstance(event, dpa.SelfComposedDpEvent):
         event, count = event.event, event.count
