@@ -347,6 +347,9 @@ def test_private_rows_are_not_taken_as_public_ones(data: tuple[Rows, Rows, Rows]
     for given in ({"X_public": x[:100], "y_public": yp}, {"X_public": xp, "y_public": y[:120]}):
         with pytest.raises(ConfigError, match="must be public"):
             MirrorLogisticRegression(**FAST).fit(x, y, **given)
+    weights = np.ones(len(y))
+    with pytest.raises(ConfigError, match="Private rows were given as y_public"):
+        MirrorLogisticRegression(**FAST).fit(x, y, X_public=xp, y_public=weights[: len(xp)], sample_weight=weights)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ class MirrorLogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[
         check_callers(type(self).__name__, self.ledger, spends=registered(self.method).trains)
         counted = private_length(self, X, y)
         for name, data in (("X_public", X_public), ("y_public", y_public), ("base_public", base_public)):
-            if any(data is not None and shares_rows(own, data) for own in (X, y, base)):
+            if any(data is not None and shares_rows(own, data) for own in (X, y, base, sample_weight)):
                 raise ConfigError(f"Private rows were given as {name}, which must be public. Use other rows.")
         x_public, labelled = self._public(X_public, y_public)
         method = registered(self.method)
