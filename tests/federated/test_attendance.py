@@ -118,6 +118,19 @@ def test_a_lost_or_damaged_record_is_refused(tmp_path: Path) -> None:
         source(tmp_path, engine, devices_plan(), nn.Linear(2, 1))
 
 
+def test_a_lost_file_between_others_is_refused(tmp_path: Path) -> None:
+    """Only round 3 matters after round 5, if users come four rounds apart; round 4 was never begun."""
+    attendance = Attendance(tmp_path, 4, next_round=0)
+    for number in (0, 1, 2, 3, 5):
+        attendance.admit(torch.arange(number, number + 1), number, 10, OsEntropy())
+    assert {path.stem for path in tmp_path.iterdir()} == {"3", "5"}
+    Attendance(tmp_path, 4, next_round=6)
+    (tmp_path / "3.users").unlink()
+    with pytest.raises(LedgerCorrupt, match=r"3\.users is gone"):
+        Attendance(tmp_path, 4, next_round=6)
+    Attendance(tmp_path, 3, next_round=6)  # nobody of round 3 would have to wait
+
+
 def test_a_record_that_is_ahead_of_the_ledger_is_refused(tmp_path: Path) -> None:
     attendance = Attendance(tmp_path, 3, next_round=0)
     attendance.admit(torch.arange(4), 7, 10, OsEntropy())
