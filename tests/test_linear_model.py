@@ -7,6 +7,7 @@ import time
 import warnings
 from decimal import Decimal
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,66 @@ def test_without_noise_it_is_the_formula(data: tuple[Rows, Rows, Rows], monkeypa
         model = fit(data, average=average, **options)
         found = np.append(model.coef_, model.intercept_)
         np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [*product(["pda", "warm"], [np.asarray, sparse.csr_matrix]), ("whitened", np.asarray)],
+)
+@pytest.mark.parametrize("clip", [50.0, 0.5])
+def test_several_outputs_without_noise_are_the_formula(
+    data: tuple[Rows, Rows, Rows], monkeypatch: pytest.MonkeyPatch, kind: Any, method: str, clip: float
+) -> None:
+    """A gradient of 3 x 9 numbers per row in NumPy, clipped as a whole. At 0.5 nearly all rows are clipped."""
+    (x, y), (xp, yp), _ = data
+    rng = np.random.default_rng(3)
+    y, yp = (np.stack([t, -2 * t + rng.normal(size=len(t)), rng.normal(size=len(t))], axis=1) for t in (y, yp))
+    monkeypatch.setattr(
+        "halfsilver.privacy.releases.noisy_mean",
+        lambda clipped, *_, expected, **__: [t / expected for t in clipped.tensors],
+    )
+    x1, xp1 = (np.hstack([a, np.ones((len(a), 1))]) for a in (x, xp))
+    hessian = xp1.T @ xp1 / len(xp1)
+    damped = hessian + 1e-3 * np.trace(hessian) / 9 * np.eye(9)
+    theta = np.linalg.solve(damped, xp1.T @ yp / len(xp1))
+    values, vectors = np.linalg.eigh(damped)
+    root = vectors / np.sqrt(values) @ vectors.T
+    for _ in range(3):
+        rows = x1 @ root if method == "whitened" else x1
+        each = rows[:, :, None] * (x1 @ theta - y)[:, None, :]
+        norms = np.linalg.norm(each, axis=(1, 2))
+        assert (np.mean(norms > clip) > 0.9) == (clip == 0.5)
+        mean = (each * np.minimum(1, clip / norms)[:, None, None]).mean(0)
+        step = {"pda": np.linalg.inv(damped), "whitened": root, "warm": np.eye(9) / np.trace(hessian) * 9}[method]
+        theta = theta - 0.5 * step @ mean
+    options: dict[str, Any] = {"max_grad_norm": clip, "n_private": 4000, "steps": 3, "learning_rate": 0.5}
+    model = MirrorLinearRegression(method=method, average=None, **options)  # type: ignore[arg-type]
+    model.fit(kind(x), y, X_public=kind(xp), y_public=yp)
+    assert model.coef_.shape == (3, 8)
+    assert model.intercept_.shape == (3,)
+    np.testing.assert_allclose(np.hstack([model.coef_, model.intercept_[:, None]]), theta.T, atol=1e-3 * clip)
+    np.testing.assert_allclose(model.predict(x[:5]), x1[:5] @ np.hstack([model.coef_, model.intercept_[:, None]]).T)
+
+
+def test_outputs_are_the_same_for_public_and_private_rows(data: tuple[Rows, Rows, Rows]) -> None:
+    (x, y), (xp, yp), _ = data
+    with pytest.raises(ConfigError, match=r"shape of y_public=\(100,\).*as many outputs"):
+        MirrorLinearRegression().fit(x, np.stack([y, y], 1), X_public=xp, y_public=yp)
+    with pytest.raises(ConfigError, match=r"shape of y_public"):
+        MirrorLinearRegression().fit(x, y, X_public=xp, y_public=np.stack([yp, yp], 1))
+
+
+def test_one_of_several_targets_that_is_no_number_removes_the_row(data: tuple[Rows, Rows, Rows]) -> None:
+    (x, y), (xp, yp), _ = data
+    y, yp = np.stack([y, -y], 1), np.stack([yp, -yp], 1)
+    model = MirrorLinearRegression(unsafe_seed=1, n_private=4000, steps=3, constraint=L2Ball(1.0))
+    bad = y.copy()
+    bad[7, 1] = np.nan
+    found = model.fit(x, bad, X_public=xp, y_public=yp).coef_
+    others = np.arange(4000) != 7
+    wanted = model.fit(x[others], y[others], X_public=xp, y_public=yp).coef_
+    np.testing.assert_allclose(found, wanted, atol=1e-9)
+    assert np.linalg.norm(np.hstack([found, model.intercept_[:, None]])) <= 1 + 1e-6
 
 
 def test_weights_without_noise_are_those_of_the_formula(

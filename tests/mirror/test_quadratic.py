@@ -123,6 +123,23 @@ def test_too_few_iterations_are_reported(least_squares: MakePublic, released: Re
         )
 
 
+@pytest.mark.parametrize("dense_limit", [3, 0])
+def test_a_hessian_of_each_output_is_the_block_diagonal_one(dense_limit: int) -> None:
+    torch.manual_seed(0)
+    root = torch.randn(3, 3, dtype=torch.float64)
+    each, params = root @ root.T + torch.eye(3), [torch.zeros(2, 3, dtype=torch.float64)]
+    released = [torch.randn(2, 3, dtype=torch.float64)]
+    found = []
+    for hessian in (each, torch.kron(torch.eye(2, dtype=torch.float64), each)):
+        mirror = Quadratic(hessian, damping=0.1, dense_limit=dense_limit if hessian is each else 6)
+        state = mirror.init(params=params, public=None)
+        step = Step(params=params, public=None, clock=Clock(step=0, total_steps=1), lr=1.0)
+        found.append(mirror.direction(released, state, step)[0][0])
+    torch.testing.assert_close(*found)
+    with pytest.raises(ConfigError, match=r"\(3, 3\) or \(6, 6\)"):
+        Quadratic(torch.eye(2)).init(params=params, public=None)
+
+
 def test_without_normalising_it_is_a_newton_step() -> None:
     """A learning rate of 1 from anywhere reaches the minimum of a quadratic loss; a singular matrix is refused."""
     torch.manual_seed(0)

@@ -361,9 +361,11 @@ def test_no_record_breaks_the_bound_of_the_closed_form(data: st.DataObject) -> N
     link = data.draw(st.sampled_from(links))
     clip = data.draw(st.sampled_from([1.0, 1e-3, 10.0]))
     a, g = data.draw(records(rows=data.draw(st.integers(2, 4))))
-    x, y = a.flatten(1).to(dtype), g[:, 0, 0].to(dtype)
+    outputs = 1 if link == "logistic" else data.draw(st.sampled_from([1, 2]))
+    x, y = a.flatten(1).to(dtype), g[:, 0, :outputs].to(dtype)
+    y = y[:, 0] if outputs == 1 else y
     torch.manual_seed(0)
-    backend = LinearModel(nn.Linear(12, 1, bias=False).to(dtype), link)
+    backend = LinearModel(nn.Linear(12, outputs, bias=False).to(dtype), link)
     whole, rest = (backend.clipped_sum(with_row_norms(x[:k], y[:k]), clip).tensors[0] for k in (len(x), len(x) - 1))
     assert torch.isfinite(whole).all()
     assert float((whole - rest).norm()) <= clip
@@ -376,15 +378,18 @@ EXPONENTS = st.integers(-300, 300)
 @given(
     features=st.lists(EXPONENTS, min_size=3, max_size=3),
     target=EXPONENTS,
-    link=st.sampled_from(["squared", "logistic"]),
+    way=st.sampled_from([("squared", 1), ("squared", 2), ("logistic", 1)]),
 )
 def test_a_row_of_the_closed_form_is_clipped_where_squares_leave_the_range(
-    features: list[int], target: int, link: Link
+    features: list[int], target: int, way: tuple[Link, int]
 ) -> None:
     """The derivative of the squared loss has no bound, so a norm that underflows to 0 would leave a row as it is."""
+    link, outputs = way
     x = torch.cat([torch.eye(3, dtype=torch.float64), 10.0 ** torch.tensor([features], dtype=torch.float64)])
     y = torch.tensor([1.0, -1.0, 1.0, 10.0**target], dtype=torch.float64)
-    backend = LinearModel(nn.Linear(3, 1, bias=False, dtype=torch.float64), link)
+    if outputs > 1:
+        y = torch.stack([y, -y / 2], dim=1)
+    backend = LinearModel(nn.Linear(3, outputs, bias=False, dtype=torch.float64), link)
     sparse = SparseRecords.make(csr_matrix(x.numpy()), y)
     kept = SparseRecords.make(csr_matrix(x[:3].numpy()), y[:3])
     for whole, rest in (
@@ -495,6 +500,22 @@ def test_closed_form_equals_the_oracle_and_caches_norms() -> None:
         assert float((found.flatten() - expected).norm()) <= 2e-3 * float(expected.norm())
     with pytest.raises(UnsupportedLayer, match="bias=False"):
         LinearModel(nn.Linear(3, 1))
+    with pytest.raises(UnsupportedLayer, match="one output"):
+        LinearModel(nn.Linear(3, 2, bias=False), "logistic")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_closed_form_with_several_outputs_equals_the_oracle(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(300, 20, dtype=dtype), torch.randn(300, 4, dtype=dtype)
+    model = nn.Linear(20, 4, bias=False, dtype=dtype)
+    loss_fn = lambda m, b: 0.5 * (m(b[0]) - b[1]).square().sum(1)  # noqa: E731
+    found = LinearModel(model).clipped_sum(with_row_norms(x, y), 5.0).tensors[0]
+    expected = one_by_one(model, loss_fn, (x, y), 5.0)
+    assert float((found.flatten() - expected).norm()) <= 2e-3 * float(expected.norm())
+    rows = SparseRecords.make(csr_matrix(x.double().numpy()), y.double())
+    again = LinearModel(model.double()).clipped_sum(rows.fetch(slice(0, 300), rows.schema()), 5.0).tensors[0]
+    assert float((again.flatten() - expected).norm()) <= 2e-3 * float(expected.norm())
 
 
 def test_user_gradients_are_summed_before_the_clip() -> None:

@@ -30,7 +30,7 @@ try:
     from sklearn.base import BaseEstimator, RegressorMixin
     from sklearn.utils.validation import check_is_fitted, validate_data
 
-    from halfsilver.privacy.arrays import private_rows, scaled_rows, with_ones
+    from halfsilver.privacy.arrays import PrivateRows, private_rows, scaled_rows, targets, with_ones
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtra("scikit-learn", "sklearn") from error
 
@@ -40,7 +40,7 @@ _ROWS_AT_ONCE = 4096
 
 
 class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[misc]
-    """Least squares on private rows, each step preconditioned by the Hessian of public rows.
+    """Least squares on private rows, each step preconditioned by the Hessian of public rows. It takes several outputs.
 
     Every step uses all private rows. With H the Hessian of the public rows and g the noisy mean gradient, it is theta
     <- theta - learning_rate * (H + damping * mean eigenvalue of H)^-1 g, starting from the public solution. A learning
@@ -61,8 +61,9 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         steps: The number of steps, at least 1. Default 40. More steps mean more noise per step.
         learning_rate: The step size, above 0. Default 0.25. For "warm" and "cold" it is in units of the inverse mean
             curvature. Raise it towards 1 if noise is small, and lower it if noise dominates.
-        max_grad_norm: The clip norm of one row's gradient, above 0. Default None, which takes the median gradient norm
-            of public rows at the public solution for "whitened", and half of it otherwise, where noise costs more.
+        max_grad_norm: The clip norm of one row's gradient, over all outputs, above 0. Default None, which takes the
+            median gradient norm of public rows at the public solution for "whitened", and half of it otherwise, where
+            noise costs more.
         damping: Added to H, in units of its mean eigenvalue; at least 0. Default 1e-3. Raise it if public rows are few.
         constraint: A set that keeps each iterate, such as `halfsilver.mirror.L2Ball`. Default None.
         average: Which iterate is returned: "uniform" (the default) for the mean of all, a decay in (0, 1) for an
@@ -142,7 +143,8 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
 
         Args:
             X: The private features, dense or SciPy sparse, of shape (rows, features).
-            y: The private targets, of shape (rows,).
+            y: The private targets, of shape (rows,), or (rows, outputs). Outputs should be of about one size, because a
+                row's gradient is clipped over all of them.
             X_public: The public features, with the same columns. Required.
             y_public: The public targets. Required.
             sample_weight: A weight for each private row, of shape (rows,), at least 0; cut to `max_weight`. The sum of
@@ -153,7 +155,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
 
         Returns:
             The estimator, with `coef_`, `intercept_`, `epsilon_`, `plan_` and `run_dir_`. With ``method="public"`` only
-            the first two are set.
+            the first two are set. With several outputs, they have one row or entry for each.
 
         Raises:
             ConfigError: If public rows are missing, if private rows were given as public ones, or if an option is out
@@ -166,7 +168,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             raise ConfigError("Expected dense rows and no constraint for method='whitened'. Use method='pda'.")
         require_one_process(type(self).__name__)
         check_callers(type(self).__name__, self.ledger, spends=registered(self.method).trains)
-        private, dtype, width = private_rows(
+        private = private_rows(
             self, X, y, intercept=self.fit_intercept, sample_weight=sample_weight, max_weight=self.max_weight
         )
         if X_public is None or y_public is None:
@@ -177,17 +179,21 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         for name, data in given.items():
             if any(data is not None and own is not None and shares_rows(own, data) for own in (X, y, sample_weight)):
                 raise ConfigError(f"Private rows were given as {name}, which must be public. Use other rows.")
-        accept = {"accept_sparse": "csr", "y_numeric": True, "dtype": [np.float64, np.float32]}
+        accept = {"accept_sparse": "csr", "y_numeric": True, "multi_output": True, "dtype": [np.float64, np.float32]}
         x_public, y_public = validate_data(self, X_public, y_public, reset=False, **accept)
+        y_public = targets(y_public)
+        shape = (len(y_public), *private.outputs)
+        require(y_public.shape == shape, "shape of y_public", y_public.shape, f"{shape}, with as many outputs as y")
         x_public = with_ones(x_public) if self.fit_intercept else x_public
         if sample_weight_public is not None:
             x_public, y_public = scaled_rows(x_public, y_public, _public_weights(sample_weight_public, len(y_public)))
         public = _Public(x_public, torch.tensor(y_public, dtype=torch.float64), self.damping)
         theta = public.solution
         if registered(self.method).trains:
-            theta = self._train(private, dtype, width, public)
-        self.coef_ = theta[: self.n_features_in_].numpy()
-        self.intercept_ = float(theta[-1]) if self.fit_intercept else 0.0
+            theta = self._train(private, public)
+        self.coef_ = theta[: self.n_features_in_].T.numpy()
+        constant = theta[-1] if self.fit_intercept else torch.zeros(theta.shape[1:])
+        self.intercept_: Any = constant.numpy() if constant.ndim else float(constant)
         return self
 
     def predict(self, X: Any) -> np.ndarray:
@@ -197,20 +203,21 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             X: The features, dense or SciPy sparse, of shape (rows, features).
 
         Returns:
-            ``X @ coef_ + intercept_``, of shape (rows,).
+            ``X @ coef_.T + intercept_``, of shape (rows,) or (rows, outputs).
         """
         check_is_fitted(self)
         x = validate_data(self, X, reset=False, accept_sparse="csr")
-        return np.asarray(x @ self.coef_ + self.intercept_)
+        return np.asarray(x @ self.coef_.T + self.intercept_)
 
-    def _train(self, private: PrivateData, dtype: torch.dtype, width: int, public: _Public) -> Tensor:
+    def _train(self, private: PrivateRows, public: _Public) -> Tensor:
         self.run_dir_, ledger = open_ledger(self, self.run_dir, self.ledger)
         root = public.root() if self._whitens else None
-        plan = self._plan(private, public, ledger, root)
-        linear = torch.nn.Linear(width, 1, bias=False, dtype=dtype)
-        start = public.solution if registered(self.method).start == "public" else torch.zeros(width)
+        plan = self._plan(private.handle, public, ledger, root)
+        solution = public.solution.view(private.width, -1)
+        linear = torch.nn.Linear(private.width, solution.shape[1], bias=False, dtype=private.dtype)
+        start = solution if registered(self.method).start == "public" else torch.zeros_like(solution)
         with torch.no_grad():
-            linear.weight.copy_(start if root is None else torch.linalg.solve(root, start))
+            linear.weight.copy_((start if root is None else torch.linalg.solve(root, start)).T)
         model = linear if root is None else torch.nn.Sequential(Factor(matrix=root), linear)
         backend: LinearModel | Literal["auto"] = LinearModel(linear) if root is None else "auto"
         trainer = Trainer(
@@ -224,11 +231,11 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             unsafe_seed=self.unsafe_seed,
             checkpoint_seconds=float("inf"),
         )
-        rows = (public.dense.to(dtype), public.y.to(dtype)) if self.constraint else None
-        trainer.fit(private, rows, run_dir=self.run_dir_ / "run", ledger=ledger, delta=self.delta)
+        rows = (public.dense.to(private.dtype), public.y.to(private.dtype)) if self.constraint else None
+        trainer.fit(private.handle, rows, run_dir=self.run_dir_ / "run", ledger=ledger, delta=self.delta)
         self.plan_, self.epsilon_ = plan, ledger.spent(self.delta)
-        theta = linear.weight.detach()[0].double()
-        return theta if root is None else root @ theta
+        theta = linear.weight.detach().T.double()
+        return (theta if root is None else root @ theta).view(public.solution.shape)
 
     def _plan(self, private: PrivateData, public: _Public, ledger: Ledger, root: Tensor | None) -> PrivacyPlan:
         run = FullBatch(
@@ -267,6 +274,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
+        tags.target_tags.multi_output = True
         tags.non_deterministic = True
         return tags
 
@@ -280,8 +288,9 @@ def _public_weights(values: Any, rows: int) -> np.ndarray:
 
 
 def squared_loss(model: Any, batch: Batch) -> Tensor:
-    """(x theta - y)^2 / 2 per row."""
-    return 0.5 * torch.square(model(batch[0]).squeeze(1) - batch[1])
+    """|x theta - y|^2 / 2 per row."""
+    predicted = model(batch[0])
+    return 0.5 * torch.square(predicted - batch[1].view(predicted.shape)).sum(1)
 
 
 class _Public:
@@ -311,7 +320,8 @@ class _Public:
     def typical_gradient_norm(self, root: Tensor | None) -> float:
         """Median of |residual| * |x|. Residuals of a fit to these rows are scaled up to those of fresh rows."""
         n, p = self.x.shape
-        residual = np.abs(self.y.numpy() - self.x @ self.solution.numpy()) * (n / (n - p) if n > 1.1 * p else 10.0)
+        errors = (self.y.numpy() - self.x @ self.solution.numpy()).reshape(n, -1)
+        residual = np.linalg.norm(errors, axis=1) * (n / (n - p) if n > 1.1 * p else 10.0)
         x = self.x if root is None else self.x @ root.numpy()
         norms = np.sqrt(np.asarray((x.multiply(x) if sparse.issparse(x) else x**2).sum(1)).ravel())
         return max(float(np.median(residual * norms)), 1e-12)

@@ -34,7 +34,8 @@ class Quadratic(Stateless):
 
     Args:
         hessian: A fixed symmetric matrix to use for H, such as the Hessian of a logistic loss at its minimum. Its order
-            is that of the flattened parameters. Default None: H is computed, and the loss must be quadratic.
+            is that of the flattened parameters. For one parameter of shape (outputs, n) it may be of size n; then it is
+            that of each output. Default None: H is computed, and the loss must be quadratic.
         damping: Added to the diagonal of H, at least 0, in the unit of the Hessian. Default 0. Raise it if H is
             singular or nearly so, for instance with fewer public rows than parameters.
         normalize: Whether to apply lambda_min(A). Default True. With False a learning rate of 1 is a Newton step.
@@ -75,8 +76,10 @@ class Quadratic(Stateless):
         refuse_sharded(params, "Quadratic")
         size = sum(p.numel() for p in params)
         if self.hessian is not None:
-            shape = tuple(self.hessian.shape)
-            require(shape == (size, size), "hessian.shape", shape, f"to be {(size, size)}")
+            shape, sizes = tuple(self.hessian.shape), {size, *(params[0].shape[-1:] if len(params) == 1 else ())}
+            wanted = " or ".join(f"{(n, n)}" for n in sorted(sizes))
+            require(shape in {(n, n) for n in sizes}, "hessian.shape", shape, f"to be {wanted}")
+            size = len(self.hessian)
         elif not is_quadratic(need_public(public, self), params):
             raise ConfigError(
                 "Quadratic() needs a quadratic public loss. Use Bregman, or give a fixed matrix as hessian."
@@ -85,8 +88,9 @@ class Quadratic(Stateless):
 
     def direction(self, released: Tensors, state: State, step: Step) -> tuple[Tensors, State]:
         if "factor" in state:
-            solution = torch.cholesky_solve(flatten(doubles(released))[:, None], state["factor"])
-            return unflatten(solution[:, 0], step.params), state
+            factor = state["factor"]
+            rows = flatten(doubles(released)).view(-1, len(factor))  # one, or one for each output
+            return unflatten(torch.cholesky_solve(rows.T, factor).T.reshape(-1), step.params), state
         solved = self._solve(self._operator(step.params, step.public), doubles(released))
         scaled = scale(solved, float(state["scale"]))
         return [x.to(p.dtype) for x, p in zip(scaled, step.params, strict=True)], state
@@ -126,7 +130,7 @@ class Quadratic(Stateless):
             loss = need_public(public, self)
             return plus_ridge(lambda v: loss.hvp(v, point), self.damping)
         matrix = hessian.detach().to(point[0])
-        return plus_ridge(lambda v: unflatten(matrix @ flatten(v), v), self.damping)
+        return plus_ridge(lambda v: unflatten((flatten(v).view(-1, len(matrix)) @ matrix).reshape(-1), v), self.damping)
 
     def _solve(self, operator: Operator, rhs: Tensors) -> Tensors:
         solution, residual = conjugate_gradients(operator, rhs, tolerance=1e-12, max_iterations=self.max_iterations)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +17,19 @@ from halfsilver.privacy.row_map import RowMap
 from halfsilver.privacy.silence import silent
 
 
+class PrivateRows(NamedTuple):
+    """A handle on rows, and what is public about them."""
+
+    handle: PrivateData
+    dtype: torch.dtype
+    width: int  # coefficients of an output
+    outputs: tuple[int, ...]  # (k,) for k of them, () for targets of shape (rows,)
+
+
 def private_rows(
     estimator: Any, x: Any, y: Any, *, intercept: bool, sample_weight: Any = None, max_weight: float = 1.0
-) -> tuple[PrivateData, torch.dtype, int]:
-    """A handle on the rows (x, y, |x|) for `LinearModel`, their dtype, and the number of coefficients.
+) -> PrivateRows:
+    """Rows (x, y, |x|) for `LinearModel`.
 
     A row of weight w becomes sqrt(w) (x, y), whose squared error has that weight.
 
@@ -30,16 +39,23 @@ def private_rows(
     if y is None:
         raise ValueError(f"{type(estimator).__name__} requires y to be passed, but the target y is None.")
     x = _features(estimator, x)
-    y = column_or_1d(numbers(y, "y"), warn=True).astype(np.float64)
+    y = targets(numbers(y, "y")).astype(np.float64)
     check_consistent_length(x, y)
     x = with_ones(x) if intercept else x
     if sample_weight is not None:
         x, y = scaled_rows(x, y, _weights(sample_weight, x, max_weight))
-    width = int(x.shape[1])
+    width, outputs = int(x.shape[1]), y.shape[1:]
     if sparse.issparse(x):
-        return PrivateData.of(SparseRecords.make(x, torch.from_numpy(y))), torch.float64, width
+        return PrivateRows(PrivateData.of(SparseRecords.make(x, torch.from_numpy(y))), torch.float64, width, outputs)
     features = torch.from_numpy(np.require(x, requirements="W"))
-    return PrivateData(with_row_norms(features, torch.from_numpy(y).to(features.dtype))), features.dtype, width
+    rows = with_row_norms(features, torch.from_numpy(y).to(features.dtype))
+    return PrivateRows(PrivateData(rows), features.dtype, width, outputs)
+
+
+def targets(y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Of shape (rows,), or (rows, outputs) with more than one output."""
+    several = y.ndim == 2 and y.shape[1] > 1
+    return y if several else column_or_1d(y, warn=True)
 
 
 def private_labelled_rows(
@@ -89,8 +105,8 @@ def scaled_rows(x: Any, y: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) 
         if sparse.issparse(x):
             scaled = x.tocsr(copy=True)
             scaled.data *= np.repeat(roots, np.diff(scaled.indptr)).astype(x.dtype)
-            return scaled, y * roots
-        return x * roots[:, None].astype(x.dtype), y * roots
+            return scaled, (y.T * roots).T
+        return x * roots[:, None].astype(x.dtype), (y.T * roots).T
 
 
 def private_length(estimator: Any, x: Any, y: Any) -> PrivateData:

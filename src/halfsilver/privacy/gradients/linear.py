@@ -1,7 +1,7 @@
-"""Closed form for linear models with one output: no per-example gradient is ever made.
+"""Closed form for linear models: no per-example gradient is ever made.
 
-The gradient of example i is r_i * x_i, with r_i the derivative of its loss by its prediction. Its norm is
-|r_i| * ||x_i||, and ||x_i|| does not change from step to step: it travels with the row as a third column.
+The gradient of example i is r_i x_i^T, with r_i the derivative of its loss by its predictions, one for each output. Its
+norm is ||r_i|| * ||x_i||, and ||x_i|| does not change from step to step: it travels with the row as a third column.
 """
 
 from __future__ import annotations
@@ -46,19 +46,26 @@ def with_row_norms(features: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Te
 
 @final
 class LinearModel:
-    """Clipped gradient sums of ``torch.nn.Linear(p, 1, bias=False)`` under squared or logistic loss.
+    """Clipped gradient sums of ``torch.nn.Linear(p, outputs, bias=False)`` under squared loss, added up over outputs.
 
-    `x` is dense or a sparse CSR tensor; a sparse one must be float64, because its product sums over all rows at once.
+    The logistic loss has one output. `x` is dense or a sparse CSR tensor; a sparse one must be float64, because its
+    product sums over all rows at once. Targets have shape (rows,), or (rows, outputs).
+
+    A row is clipped as a whole. Each output's part of the sum is added up by itself, and the error of the whole is no
+    larger than `Adding` says: if part j is off by at most a share s of sum_i |c_ij|, the whole is off by at most s
+    times the norm over j of these sums, which is at most s sum_i |c_i|.
     """
 
     name = "linear"
     any_shape = True
 
     def __init__(self, model: torch.nn.Linear, link: Link = "squared") -> None:
-        if not isinstance(model, torch.nn.Linear) or model.bias is not None or model.out_features != 1:
+        if not isinstance(model, torch.nn.Linear) or model.bias is not None:
             raise UnsupportedLayer(
-                "The closed form needs torch.nn.Linear(p, 1, bias=False); add a column of ones instead."
+                "The closed form needs torch.nn.Linear(p, outputs, bias=False); add a column of ones instead of a bias."
             )
+        if link == "logistic" and model.out_features != 1:
+            raise UnsupportedLayer("The closed form of the logistic loss has one output. Use SoftmaxModel for classes.")
         require_weighable(model.weight.dtype, self.name)
         self._model: torch.nn.Linear = model
         self._link: Link = link
@@ -69,11 +76,13 @@ class LinearModel:
     ) -> ClippedSum:
         x, y, norms = batch
         adding = adding or Adding.once(len(x))
-        residual = self._residual(predictions(x, self._model.weight[0]), y).double()
+        outputs = zip(self._model.weight, y[None] if y.ndim == 1 else y.T, strict=True)
+        residuals = torch.stack([self._residual(predictions(x, weight), target) for weight, target in outputs]).double()
+        lengths = lengths_from(residuals.square().sum(0), torch.float64, len(residuals))
         tau = adding.margin(x.dtype)
-        factors = clip_factors(measurable(measurable(norms) * residual.abs()), max_grad_norm, tau, rows)
-        weights = torch.where(factors > 0, residual * factors, 0.0)
-        return ClippedSum([_sum_of_rows(weights, x, adding)[None]], max_grad_norm)
+        factors = clip_factors(measurable(measurable(norms) * lengths), max_grad_norm, tau, rows)
+        weights = torch.where(factors > 0, residuals * factors, 0.0)
+        return ClippedSum([torch.stack([_sum_of_rows(w, x, adding) for w in weights])], max_grad_norm)
 
     def _residual(self, prediction: Tensor, y: Tensor) -> Tensor:
         return (torch.sigmoid(prediction) if self._link == "logistic" else prediction) - y
@@ -130,7 +139,8 @@ class SparseRecords:
         return int(self.matrix.shape[0])
 
     def schema(self) -> Schema:
-        return Schema.of_record((torch.zeros(self.matrix.shape[1], dtype=torch.float64), 0.0, 0.0))
+        target = torch.zeros(self.columns[0].shape[1:], dtype=torch.float64)
+        return Schema.of_record((torch.zeros(self.matrix.shape[1], dtype=torch.float64), target, 0.0))
 
     def fetch(self, indices: Indices, schema: Schema) -> Batch:
         everything = isinstance(indices, slice) and indices == slice(0, self.size())
