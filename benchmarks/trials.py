@@ -73,7 +73,8 @@ def trial(python: Path, page: Path) -> dict[str, Any]:
             check=False,
             env={"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": folder, "OMP_NUM_THREADS": "1"},
         )
-    said = [line for line in re.split(r"[\n\r]", done.stderr) if line.strip() and "%|" not in line]
+    text = done.stderr.replace(str(python.parents[1]), "ENV").replace(folder, "FOLDER")
+    said = [line for line in re.split(r"[\n\r]", text) if line.strip() and "%|" not in line]
     return {
         "page": str(page.relative_to(ROOT)),
         "seconds": time.monotonic() - started,
