@@ -3,6 +3,7 @@
     python -m benchmarks.speed                      all models, one thread, below 25 minutes
     python -m benchmarks.speed --json --out FILE    the same as JSON
     python -m benchmarks.speed --models cifar,gpt --contenders halfsilver,opacus_hooks
+    python -m benchmarks.speed --models emnist,wikitext --batches 8,32,128,512
     python -m benchmarks.speed --full               two threads and peak memory as well
 
 The contenders take turns in one process, and a ratio is taken within a repetition. Before any step is timed, each
@@ -66,6 +67,7 @@ def _failed(report: Report) -> bool:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=_among({**WORKLOADS, **HIDDEN}), default=list(WORKLOADS))
+    parser.add_argument("--batches", type=_sizes, default=[], help="rows of the batch (default: those of the paper)")
     parser.add_argument("--contenders", type=_among(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--backend", default="auto", help="of halfsilver, for Performance(backend=...)")
     parser.add_argument("--threads", type=int, default=1)
@@ -83,6 +85,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
+
+
 def _among(known: Any) -> Any:
     def names(text: str) -> list[str]:
         found = [name for name in text.split(",") if name]
@@ -96,7 +102,7 @@ def _among(known: Any) -> Any:
 
 def _races(args: argparse.Namespace) -> Report:
     report = Report()
-    for name in args.models:
+    for name in [f"{model}@{rows}" for model in args.models for rows in args.batches] or args.models:
         task = workload(name)
         chosen = [n for n in args.contenders if not (task.linear and CONTENDERS[n].pda)]
         report.add(race(task, chosen, args.reps, Options(backend=args.backend), say, exactly=args.quick))

@@ -20,6 +20,7 @@ def two_threads(args: argparse.Namespace) -> Report:
     """In a process of its own: some libraries fix the number of their threads when they are loaded."""
     command = [sys.executable, "-m", "benchmarks.speed", "--json", "--threads", str(_THREADS)]
     command += ["--models", ",".join(args.models), "--contenders", ",".join(args.contenders)]
+    command += ["--batches", ",".join(map(str, args.batches))] if args.batches else []
     command += ["--backend", args.backend, "--reps", str(args.reps), *(["--quick"] if args.quick else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": str(_THREADS)}
     root = Path(__file__).parents[2]

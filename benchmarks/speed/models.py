@@ -8,7 +8,7 @@ oracle counts how many examples they clip.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -106,28 +106,38 @@ def _lstm(words: int, width: int, hidden: int, layers: int) -> Callable[[Recurre
     return lambda recurrent: networks.LanguageModel(words, width, hidden, layers, recurrent)
 
 
-_CIFAR, _EMNIST = (500, 3, 32, 32), (500, 1, 28, 28)
-
-WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "cifar": lambda: _images("cifar", networks.cifar_cnn, _CIFAR, 10, clip=0.9),
-    "emnist": lambda: _images("emnist", networks.emnist_cnn, _EMNIST, 47, clip=2.5),
-    "wikitext": lambda: _text("wikitext", _lstm(8000, 120, 120, 2), 8000, 250, 35, clip=0.2),
-    "stackoverflow": lambda: _text("stackoverflow", _lstm(10_004, 96, 670, 1), 10_004, 16, 20, clip=0.33),
-    "gpt": lambda: _text("gpt", lambda _: networks.GPT(8000, 256, 8, 4, 128), 8000, 32, 128, clip=1.4),
-    "linreg": lambda: _linear("linreg", 10_000, 6000, clip=0.5),
-    "cifar_cl": lambda: _images("cifar_cl", networks.cifar_cnn, _CIFAR, 10, clip=0.9, channels_last=True),
-    "emnist_cl": lambda: _images("emnist_cl", networks.emnist_cnn, _EMNIST, 47, clip=2.5, channels_last=True),
+# Rows of the batch, and the workload with so many rows.
+WORKLOADS: dict[str, tuple[int, Callable[[int], Workload]]] = {
+    "cifar": (500, lambda n: _images("cifar", networks.cifar_cnn, (n, 3, 32, 32), 10, clip=0.9)),
+    "emnist": (500, lambda n: _images("emnist", networks.emnist_cnn, (n, 1, 28, 28), 47, clip=2.5)),
+    "wikitext": (250, lambda n: _text("wikitext", _lstm(8000, 120, 120, 2), 8000, n, 35, clip=0.2)),
+    "stackoverflow": (16, lambda n: _text("stackoverflow", _lstm(10_004, 96, 670, 1), 10_004, n, 20, clip=0.33)),
+    "gpt": (32, lambda n: _text("gpt", lambda _: networks.GPT(8000, 256, 8, 4, 128), 8000, n, 128, clip=1.4)),
+    "linreg": (10_000, lambda n: _linear("linreg", n, 6000, clip=0.5)),
+    "cifar_cl": (
+        500,
+        lambda n: _images("cifar_cl", networks.cifar_cnn, (n, 3, 32, 32), 10, clip=0.9, channels_last=True),
+    ),
+    "emnist_cl": (
+        500,
+        lambda n: _images("emnist_cl", networks.emnist_cnn, (n, 1, 28, 28), 47, clip=2.5, channels_last=True),
+    ),
 }
 
 # Too small to say anything about speed: for the tests of the benchmark itself.
-HIDDEN: dict[str, Callable[[], Workload]] = {
-    "tiny": lambda: _images("tiny", lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), (24, 1, 4, 4), 4, clip=3.0),
+HIDDEN: dict[str, tuple[int, Callable[[int], Workload]]] = {
+    "tiny": (
+        24,
+        lambda n: _images("tiny", lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), (n, 1, 4, 4), 4, clip=3.0),
+    ),
 }
 
 
 def workload(name: str) -> Workload:
-    """By name; "gpt/128x32x64" is a transformer of that width on so many sequences of so many tokens."""
+    """By name; "emnist@32" has 32 rows, and "gpt/128x32x64" is a transformer of that width, rows and tokens."""
     if name.startswith("gpt/"):
         width, rows, tokens = (int(size) for size in name.removeprefix("gpt/").split("x"))
         return _text(name, lambda _: networks.GPT(2000, width, 4, 4, tokens), 2000, rows, tokens, clip=0.5)
-    return {**WORKLOADS, **HIDDEN}[name]()
+    known, _, rows_wanted = name.partition("@")
+    usual, make = {**WORKLOADS, **HIDDEN}[known]
+    return replace(make(int(rows_wanted or usual)), name=name)

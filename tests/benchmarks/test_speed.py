@@ -174,3 +174,5 @@ def test_the_workloads_have_the_stated_sizes() -> None:
     shapes |= {"stackoverflow": (16, 20), "gpt": (32, 128)}
     assert {name: tuple(workload(name).batch[0].shape) for name in shapes} == shapes
     assert set(WORKLOADS) == {*shapes, "linreg", "cifar_cl", "emnist_cl"}
+    smaller = workload("emnist@8")
+    assert (smaller.name, smaller.rows, workload("stackoverflow@32").rows) == ("emnist@8", 8, 32)
