@@ -5,6 +5,7 @@
     python -m benchmarks.federated.deployment --noise correlated  users in turn, and correlated noise
     python -m benchmarks.federated.deployment --nodes 8           eight nodes of 17 users in place of four of 35
     python -m benchmarks.federated.deployment --nodes 50 --memory    a link that forgets its nodes when it ends
+    python -m benchmarks.federated.deployment --every 10          a user takes part in one of ten rounds, not of two
 
 SuperLink with TLS and node authentication, SuperNodes, the app of examples/flower_app. After two rounds a node is
 killed, and in the middle of the fourth the link (SIGKILL, with its ServerApp). Then both are started again, and `flwr
@@ -12,7 +13,8 @@ run` resumes from the run folder. Takes 2 to 4 minutes on two cores with four no
 
 By default the link keeps its state in SQLite, and knows its nodes after the restart. 50 nodes on two cores lock SQLite
 for longer than the link waits, and the run ends in round 1. With `--memory`, the nodes are registered and started again
-after the restart.
+after the restart. A request starts a process, which imports torch. 50 of them at once need more than 24 GB, so ask few
+of many nodes in a round, with `--every`.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class Scene:
     nodes: int = 4
     correlated: bool = False
     database: bool = True
+    every: int = 2
 
     @property
     def names(self) -> list[str]:
@@ -73,6 +76,7 @@ class Scene:
             "round-seconds": self.round_seconds,
             "min-online": self.nodes - 1,
             "correlated": self.correlated,
+            "every": self.every,
         }
 
 
@@ -81,12 +85,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for keys, logs, run and model (default: a temporary one)")
     parser.add_argument("--noise", choices=("independent", "correlated"), default="independent")
     parser.add_argument("--nodes", type=int, default=Scene.nodes)
+    parser.add_argument("--every", type=int, default=Scene.every, help="a user takes part in one of so many rounds")
     parser.add_argument("--memory", action="store_true", help="the link keeps its state in memory, not in SQLite")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.out or Path(temporary)).resolve()
-        scene = Scene(folder=folder, nodes=args.nodes, correlated=args.noise == "correlated", database=not args.memory)
+        scene = Scene(
+            folder=folder,
+            nodes=args.nodes,
+            correlated=args.noise == "correlated",
+            database=not args.memory,
+            every=args.every,
+        )
         result = deployment(scene, quiet=args.json)
     if args.json:
         print(json.dumps(result, indent=1))
@@ -199,6 +210,7 @@ def _checked(scene: Scene, lines: Sequence[str], killed: Mapping[str, int], sile
     history = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     result = {
         "nodes": scene.nodes,
+        "every": scene.every,
         "link": "database" if scene.database else "memory",
         "sampler": verified["statement"]["sampler"],
         "population": scene.nodes * scene.users_each,

@@ -25,7 +25,8 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     enrolment, data = Enrolment.load(str(config["members"])), Path(str(config["data"]))
     rounds, spare = int(config["rounds"]), int(config["spare-rounds"])
-    trainer = make_trainer(enrolment.population, rounds, spare, correlated=bool(config["correlated"]))
+    every, correlated = int(config["every"]), bool(config["correlated"])
+    trainer = make_trainer(enrolment.population, rounds, spare, every=every, correlated=correlated)
     (x, y), keys = task.read(data / "public.safetensors")
     trainer.pretrain((x, y), epochs=5, seed=0)  # the start of a new run; one that goes on has its own weights
     users = [(x[of_user], y[of_user]) for of_user in (torch.tensor(keys) == u for u in sorted(set(keys)))]
@@ -42,10 +43,10 @@ def main(grid: Grid, context: Context) -> None:
         save_file(trainer.model.state_dict(), str(config["model-file"]))
 
 
-def make_trainer(population: int, rounds: int, spare: int, *, correlated: bool = False) -> hs.Trainer:
-    model, rate = task.model(), 0.5
-    # Users by secret coins; or in turn, every other round, with noise that needs no secret.
-    noise = hs.Correlated().fitted(rounds + spare, passes_of=2) if correlated else INDEPENDENT
+def make_trainer(population: int, rounds: int, spare: int, *, every: int = 2, correlated: bool = False) -> hs.Trainer:
+    """A user takes part in one of `every` rounds: by secret coins; or in turn, with noise that needs no secret."""
+    model, rate = task.model(), 1 / every
+    noise = hs.Correlated().fitted(rounds + spare, passes_of=every) if correlated else INDEPENDENT
     plan = hs.PrivacyPlan(
         steps=rounds,
         spare_steps=spare,  # for rounds that a crash interrupts
