@@ -16,13 +16,15 @@ from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients.base import Adding, row_norms
 from halfsilver.privacy.gradients.book import BookKeeping
 from halfsilver.privacy.gradients.book.conv import layer as kernel
+from halfsilver.privacy.gradients.book.conv import lines as unfolded
 from halfsilver.privacy.gradients.book.conv.gram import Gram
+from halfsilver.privacy.gradients.book.conv.strided import by_remainders, strided
 from halfsilver.privacy.gradients.book.conv.ways import Products
 from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients
 from halfsilver.privacy.gradients.book.tape import Tape
 from halfsilver.privacy.gradients.vmap import Vmap
 
-WAYS = ("lines", "columns", "grouped", "gram")
+WAYS = ("lines", "patches", "patches in runs", "grouped", "gram")
 ADDING = Adding(rows=6)
 
 
@@ -65,11 +67,13 @@ def contributions(case: Case, way: str) -> list[ExampleGradients]:
     tape = Tape(len(case.x), case.x.device)
 
     def forced(products: Products, examples: int, shape: torch.Size) -> Any:
-        return {way: (original(products, examples, shape) | {"gram": lambda: Gram(products, examples, shape)})[way]}
+        ways = original(products, examples, shape) | {"gram": lambda: Gram(products, examples, shape)}
+        return {way: ways[way.removesuffix(" in runs")]}
 
     original = kernel.weight_ways
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "weight_ways", forced)
+        patch.setattr(unfolded, "_RUN", 1 if way.endswith(" in runs") else 2**20)
         out = kernel.conv(case.module, tape, case.x)
         tape.backward((out * case.at_output).flatten(1).sum(1))
     torch.testing.assert_close(out, case.module(case.x), equal_nan=True)
@@ -123,7 +127,7 @@ def test_norms_sums_and_gradients_are_those_of_autograd(
 def image_case(way: str, channels_last: bool = False, dtype: torch.dtype = torch.float32) -> Case:
     """A layer of the size for which a way is meant."""
     torch.manual_seed(len(way))
-    channels, size = {"columns": (3, 16), "gram": (32, 8)}.get(way, (16, 12))
+    channels, size = {"patches": (3, 16), "gram": (32, 8)}.get(way, (16, 12))
     module, x = nn.Conv2d(channels, 32, 3, padding=1, dtype=dtype), torch.randn(6, channels, size, size, dtype=dtype)
     if channels_last:
         module, x = in_channels_last(module, x)
@@ -173,6 +177,39 @@ def test_gram_norms_of_cancelling_images_are_bounded_by_their_slack() -> None:
         assert float(gram.weighted_sum(alone, ADDING).norm()) <= float(bound) * (1 + 1e-4)
     direct = gram.gradients(slice(2, 4), torch.float64)
     torch.testing.assert_close(direct, right[2:4], rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_the_gradient_at_the_input_of_a_strided_convolution_is_that_of_autograd(data: st.DataObject) -> None:
+    dims = data.draw(st.sampled_from((1, 2)))
+    sizes = [data.draw(st.integers(5, 9)) for _ in range(dims)]
+    kernel_size, stride = ([data.draw(st.integers(1, 4)) for _ in range(dims)] for _ in range(2))
+    padding = [data.draw(st.integers(0, 2)) for _ in range(dims)]
+    rows, inputs, outputs = (data.draw(st.integers(1, 3)) for _ in range(3))
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    x = torch.randn(rows, inputs, *sizes, dtype=torch.float64, requires_grad=True)
+    weight, bias = torch.randn(outputs, inputs, *kernel_size, dtype=torch.float64), torch.randn(outputs).double()
+    layout = data.draw(st.sampled_from((torch.contiguous_format, torch.channels_last)[:dims]))
+    expected = (nn.functional.conv1d, nn.functional.conv2d)[dims - 1](x, weight, bias, stride, padding)
+    out = strided(x, weight, bias, stride, padding)
+    torch.testing.assert_close(out, expected)
+    g = torch.randn_like(out).contiguous(memory_format=layout)
+    (right,) = torch.autograd.grad(expected, x, g)
+    torch.testing.assert_close(torch.autograd.grad(out, x, g)[0], right)
+    torch.testing.assert_close(by_remainders(g, weight, x.shape, stride, padding), right)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_at_inputs_do_not_depend_on_the_neighbours(layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    g = torch.randn(16, 8, 6, 6).contiguous(memory_format=layout)
+    weight, shape, others = torch.randn(8, 3, 4, 4), (16, 3, 14, 14), torch.arange(16) != 5
+    before = by_remainders(g, weight, shape, (2, 2), (0, 0))
+    changed = g.clone()
+    changed[5] = torch.nan
+    assert torch.equal(by_remainders(changed, weight, shape, (2, 2), (0, 0))[others], before[others])
+    assert torch.equal(by_remainders(g.roll(1, 0), weight, shape, (2, 2), (0, 0)), before.roll(1, 0))
 
 
 def test_the_layout_of_activations_and_of_their_gradients_is_kept() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from halfsilver.privacy.gradients.base import Adding, clock
 from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients
+
+Result = TypeVar("Result")
 
 _ROUNDS = 5
 _choices: dict[tuple[Any, ...], str] = {}
@@ -27,8 +29,8 @@ def tuning(adding: Adding) -> Iterator[None]:
         _measuring = None
 
 
-def fastest(key: tuple[Any, ...], ways: Mapping[str, Callable[[], ExampleGradients]]) -> ExampleGradients:
-    """The contribution made in the way that was fastest for `key`; in the first way while nothing was measured."""
+def fastest(key: tuple[Any, ...], ways: Mapping[str, Callable[[], Result]]) -> Result:
+    """The result of the way that was fastest for `key`; of the first way while nothing was measured."""
     key = (*key, tuple(ways), torch.get_num_threads())
     if _measuring and key not in _choices and len(ways) > 1:
         rounds = [{name: _seconds(make, _measuring) for name, make in ways.items()} for _ in range(_ROUNDS)]
@@ -36,9 +38,15 @@ def fastest(key: tuple[Any, ...], ways: Mapping[str, Callable[[], ExampleGradien
     return ways[_choices.get(key, next(iter(ways)))]()
 
 
-def _seconds(make: Callable[[], ExampleGradients], adding: Adding) -> float:
+def _seconds(make: Callable[[], Any], adding: Adding) -> float:
+    """Of a contribution, with its use."""
     started = clock()
-    contribution = make()
+    made = make()
+    if not isinstance(made, torch.Tensor):
+        _use(made, adding)
+    return clock() - started
+
+
+def _use(contribution: ExampleGradients, adding: Adding) -> None:
     contribution.norms()
     contribution.weighted_sum(torch.full((contribution.rows,), 0.5, dtype=torch.float64), adding)
-    return clock() - started

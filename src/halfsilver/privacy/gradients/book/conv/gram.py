@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from halfsilver.privacy.gradients.base import Adding, lengths_from
-from halfsilver.privacy.gradients.book.conv.ways import Geometry, Products, columns, row_blocks, weight_gradient
+from halfsilver.privacy.gradients.book.conv.lines import patches
+from halfsilver.privacy.gradients.book.conv.ways import Geometry, Products, row_blocks, weight_gradient
 from halfsilver.privacy.gradients.book.example_gradients import SquaredNorms, one_by_one
 from halfsilver.privacy.gradients.book.outer import gram_norms, joined, weighted, without_bad
 
@@ -73,7 +74,8 @@ class Gram:
         groups = len(self._products.x) // self._examples
         start, stop, _ = chosen.indices(self._examples)
         part = self._products.part(slice(start * groups, stop * groups)).to(dtype)
-        return columns(part).reshape(stop - start, *self._shape)
+        found = patches(part).view(-1, *self._shape[2:], part.x.shape[1])  # as patches have them: inputs last
+        return found.movedim(-1, 1 - len(self._shape)).reshape(stop - start, *self._shape)
 
 
 def _norms(products: Products) -> SquaredNorms:

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from halfsilver.errors import UnsupportedLayer
 from halfsilver.privacy.gradients.base import at_least_float32
 from halfsilver.privacy.gradients.book.conv.gram import Gram, gram_is_small
-from halfsilver.privacy.gradients.book.conv.lines import lines
-from halfsilver.privacy.gradients.book.conv.ways import Products, Reordered, columns, grouped
+from halfsilver.privacy.gradients.book.conv.lines import lines, patches
+from halfsilver.privacy.gradients.book.conv.strided import strided
+from halfsilver.privacy.gradients.book.conv.ways import Products, Reordered, grouped
 from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients, Materialised
 from halfsilver.privacy.gradients.book.tape import Tape, Unchanged, detached
 from halfsilver.privacy.gradients.book.tune import fastest
@@ -41,9 +42,15 @@ def conv(module: nn.Conv1d | nn.Conv2d, tape: Tape, input: Tensor) -> Tensor:
         tape.add(weight, lambda: _weight(module, kept.get().to(g.dtype), g, padding))
         tape.add(bias, lambda: Materialised(at_least_float32(g).flatten(2).sum(2)))
 
+    return tape.tap(_forward(module, x, padding), record)
+
+
+def _forward(module: nn.Conv1d | nn.Conv2d, x: Tensor, padding: tuple[int, ...]) -> Tensor:
+    weight, bias = module.weight.detach(), detached(module.bias)
+    if max(module.stride) > 1 == max(module.dilation) == module.groups:
+        return strided(x, weight, bias, module.stride, padding)
     forward = F.conv1d if isinstance(module, nn.Conv1d) else F.conv2d
-    out = forward(x, weight.detach(), detached(bias), module.stride, padding, module.dilation, module.groups)
-    return tape.tap(out, record)
+    return forward(x, weight, bias, module.stride, padding, module.dilation, module.groups)
 
 
 def _padded(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -76,13 +83,13 @@ def weight_ways(products: Products, examples: int, shape: torch.Size) -> dict[st
     ways: dict[str, Callable[[], ExampleGradients]] = {}
     if not small or examples * shape.numel() <= _LARGEST:
         ways["lines"] = lambda: Reordered(_by_example(at_least_float32(lines(products)), examples), restore)
-        ways["columns"] = lambda: Materialised(at_least_float32(columns(products)).reshape(examples, *shape))
+        ways["patches"] = lambda: Reordered(_by_example(at_least_float32(patches(products))[None], examples), restore)
         ways["grouped"] = lambda: Materialised(grouped(precise()).reshape(examples, *shape))
     if small:
         ways["gram"] = lambda: Gram(precise(), examples, shape)
 
     def restore(parts: Tensor) -> Tensor:
-        """From (taps, n, out, strips, width, in) to (n, out, in, height, width)."""
+        """From (taps, n, out, strips, width, in) to (n, out, in, height, width); there is one tap with all strips."""
         parts = parts.view(*parts.shape[:2], shape[0], -1, products.geometry.kernel[1], shape[1])
         return parts.permute(1, 2, 5, 0, 3, 4).reshape(-1, *shape)
 

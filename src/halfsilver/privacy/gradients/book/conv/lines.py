@@ -1,7 +1,16 @@
-"""Per-example gradients of a convolution's weight from an input that is unfolded along its lines only."""
+"""Per-example gradients of a convolution's weight from an input with the channels of a pixel next to each other.
+
+`lines` unfolds the input along its lines only, and takes one product for each line of the kernel. `patches` unfolds it
+along both, which takes more memory and one product in all.
+
+References:
+    - Chellapilla, Puri and Simard 2006, High Performance Convolutional Neural Networks for Document Processing, IWFHR,
+      for convolutions as matrix products.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +54,34 @@ def taps_down(geometry: Geometry) -> list[Tap]:
     if dilation > 1 or height % stride:
         return [Tap(*divmod(i * dilation, stride), 1) for i in range(height)]
     return [Tap(line, 0, stride) for line in range(height // stride)]
+
+
+# Numbers that lie next to each other from which on copying them as runs is faster than picking them one by one.
+_RUN = 32
+
+
+def patches(products: Products) -> Tensor:
+    """[rows, out, height * width * in]: what each output position sees, line by line, in one product per row."""
+    positions, inputs = math.prod(products.g.shape[2:]), products.x.shape[1] * products.geometry.taps
+    out = products.g.new_empty((len(products.g), products.g.shape[1], inputs))
+    for block in products.blocks(positions * inputs):
+        part = products.part(block)
+        torch.bmm(part.g.flatten(2), _patches(part).view(len(part.x), positions, inputs), out=out[block])
+    return out
+
+
+def _patches(products: Products) -> Tensor:
+    """[rows, positions * height * width * in]"""
+    geometry, (top, side) = products.geometry, products.geometry.padding
+    x = products.x.permute(0, 2, 3, 1)
+    x = (F.pad(x, (0, 0, side, side, top, top)) if top or side else x).contiguous()
+    (h, w, c), (down, right), (below, beside) = x.stride()[1:], geometry.stride, geometry.dilation
+    size = (*products.g.shape[2:], *geometry.kernel, x.shape[3])
+    steps = (h * down, w * right, h * below, w * beside, c)
+    if geometry.kernel[1] * x.shape[3] >= _RUN and beside == 1 or x.shape[3] >= _RUN:
+        return x.as_strided((len(x), *size), (x.stride(0), *steps)).reshape(len(x), -1)
+    places = torch.arange(x[0].numel(), device=x.device).as_strided(size, steps).flatten()
+    return x.flatten(1).index_select(1, places)
 
 
 def _along_lines(products: Products, needed: int) -> Tensor:

@@ -1,10 +1,8 @@
-"""What a convolution's gradients are made of, and the two simplest ways to multiply them out per example.
+"""What a convolution's gradients are made of, and the simplest way to multiply them out per example.
 
 References:
     - Rochette, Manoel and Tramel 2019, Efficient Per-Example Gradient Computations in Convolutional Neural Networks,
       arXiv:1912.06015, for `grouped`.
-    - Chellapilla, Puri and Simard 2006, High Performance Convolutional Neural Networks for Document Processing, IWFHR,
-      for convolutions as matrix products (`columns`).
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from halfsilver.privacy.gradients.base import Adding, row_norms, weighted_rows
 from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients, SquaredNorms
@@ -87,27 +84,6 @@ def _pair(size: Sequence[int], of_one_line: int) -> Pair:
 
 def _split(t: Tensor, groups: int) -> Tensor:
     return t if groups == 1 else t.reshape(len(t) * groups, t.shape[1] // groups, *t.shape[2:])
-
-
-def columns(products: Products) -> Tensor:
-    """[rows, out, in * taps]: the input is copied once a tap, and the rest is one product a row. For few channels."""
-    positions, inputs = math.prod(products.g.shape[2:]), products.x.shape[1] * products.geometry.taps
-    out = products.g.new_empty((len(products.g), products.g.shape[1], inputs))
-    for block in products.blocks(positions * inputs):
-        part = products.part(block)
-        torch.bmm(part.g.flatten(2), _unfolded(part).mT, out=out[block])
-    return out
-
-
-def _unfolded(products: Products) -> Tensor:
-    """[rows, in * taps, positions]: what each tap sees."""
-    geometry, (height, width) = products.geometry, products.geometry.padding
-    x = F.pad(products.x, (width, width, height, height)) if height or width else products.x
-    x = x.contiguous()
-    (b, c, h, w), kernel, stride, dilation = x.stride(), geometry.kernel, geometry.stride, geometry.dilation
-    size = (*x.shape[:2], *kernel, *products.g.shape[2:])
-    steps = (b, c, h * dilation[0], w * dilation[1], h * stride[0], w * stride[1])
-    return x.as_strided(size, steps).reshape(len(x), x.shape[1] * geometry.taps, -1)
 
 
 def grouped(products: Products) -> Tensor:
