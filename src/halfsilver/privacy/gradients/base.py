@@ -240,24 +240,24 @@ def clip_factors(norms: Tensor, max_grad_norm: float, tau: float, rows: int | No
 
 
 def row_norms(per_example: Sequence[Tensor]) -> Tensor:
-    """Norm of each example's gradient over all parameters, in float64; infinite where it cannot be measured.
+    """Norm of each example's gradient over all parameters, in float64; infinite where it cannot be measured."""
+    squares = [squared_lengths(g.reshape(len(g), -1)) for g in per_example]
+    return measurable((squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)).sqrt())
+
+
+def squared_lengths(rows: Tensor) -> Tensor:
+    """Squared norm of each row, in float64; infinite or NaN where it cannot be measured.
 
     Blocks of a row are squared and summed in the dtype of the gradient, which is accurate for so few terms, and the
     blocks are added in float64.
     """
-    parts = [block for g in per_example for block in _block_norms(at_least_float32(g.reshape(len(g), -1)))]
-    return measurable(torch.linalg.vector_norm(torch.cat(parts, dim=1), dim=1))
-
-
-def _block_norms(rows: Tensor) -> list[Tensor]:
-    whole = rows.shape[1] // _BLOCK * _BLOCK
-    norms = []
-    if whole:
-        blocks = rows[:, :whole].reshape(len(rows), whole // _BLOCK, _BLOCK)
-        norms.append(torch.linalg.vector_norm(blocks, dim=2).double())
-    if whole < rows.shape[1] or not whole:
-        norms.append(torch.linalg.vector_norm(rows[:, whole:], dim=1)[:, None].double())
-    return norms
+    rows, width = at_least_float32(rows), rows.shape[1]
+    if width <= _BLOCK:
+        return torch.linalg.vector_norm(rows, dim=1).double().square_()
+    whole = width // _BLOCK * _BLOCK
+    blocks = rows[:, :whole].unflatten(1, (-1, _BLOCK))
+    squared = torch.linalg.vector_norm(blocks, dim=2).double().square_().sum(1)
+    return squared if whole == width else squared.add_(squared_lengths(rows[:, whole:]))
 
 
 def weighted_rows(weights: Tensor, rows: Tensor, adding: Adding) -> Tensor:

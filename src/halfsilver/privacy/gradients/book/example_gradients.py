@@ -8,7 +8,7 @@ from typing import Protocol, final, runtime_checkable
 import torch
 from torch import Tensor
 
-from halfsilver.privacy.gradients.base import Adding, at_least_float32, row_norms, weighted_rows
+from halfsilver.privacy.gradients.base import Adding, at_least_float32, squared_lengths, weighted_rows
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Materialised:
         return Materialised(self._gradients + other._gradients) if isinstance(other, Materialised) else None
 
     def norms(self) -> SquaredNorms:
-        squared = row_norms([self._gradients]).square()
+        squared = squared_lengths(self.flat)
         return SquaredNorms(squared, torch.zeros_like(squared))
 
     def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:

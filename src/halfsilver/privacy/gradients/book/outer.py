@@ -23,7 +23,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from halfsilver.privacy.gradients.base import Adding, at_least_float32, lengths_from, row_norms
+from halfsilver.privacy.gradients.base import Adding, at_least_float32, lengths_from, squared_lengths
 from halfsilver.privacy.gradients.book.example_gradients import (
     Addable,
     ExampleGradients,
@@ -101,8 +101,8 @@ class Outer:
     def _single(self) -> SquaredNorms:
         """One outer product: its norm is the product of two norms, and nothing cancels."""
         factors = [self.right] if isinstance(self.left, OneHot) else [self.left, self.right]
-        lengths = [lengths_from(row_norms([t]).square(), t.dtype, t.shape[2]) for t in factors]
-        squared = torch.stack(lengths).square().prod(0)
+        squares = [squared_lengths(t[:, 0]).add_(t.shape[2] * torch.finfo(t.dtype).tiny) for t in factors]
+        squared = squares[0] if len(squares) == 1 else squares[0].mul_(squares[1])
         return SquaredNorms(squared, torch.zeros_like(squared))
 
     def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from halfsilver.privacy.gradients.base import Adding, row_norms, weighted_rows
+from halfsilver.privacy.gradients.base import Adding, squared_lengths, weighted_rows
 from halfsilver.privacy.gradients.book.example_gradients import ExampleGradients, SquaredNorms
 
 # Numbers of one unfolded input: small enough to stay in a core's cache, and for malloc to use the memory again.
@@ -127,7 +127,7 @@ class Reordered:
         return self
 
     def norms(self) -> SquaredNorms:
-        squared = row_norms([self._parts.flatten(0, 1)]).square().view(-1, self.rows).sum(0)
+        squared = squared_lengths(self._parts.flatten(0, 1)).view(-1, self.rows).sum(0)
         return SquaredNorms(squared, torch.zeros_like(squared))
 
     def weighted_sum(self, weights: Tensor, adding: Adding) -> Tensor:
