@@ -17,7 +17,7 @@ from scipy import stats
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.entropy import BLOCK, MAX_NORMAL, MAX_SCALE, Entropy, OsEntropy, UnsafeSeed, normal_blocks
 from halfsilver.privacy.gradients.base import ClippedSum
-from halfsilver.privacy.noise import add_noise, grid, noise_scale, noisy_mean, on_grid
+from halfsilver.privacy.noise import _together, add_noise, grid, noise_scale, noisy_mean, on_grid
 
 N = 200_000
 ALPHA = 1e-6
@@ -291,3 +291,25 @@ def test_every_draw_mixes_in_new_bytes_of_the_kernel(monkeypatch: pytest.MonkeyP
     add_noise(ClippedSum([torch.zeros(3), torch.zeros(2 * BLOCK + 1)], 1.0), 1.0, OsEntropy())
     assert set(mixed) == {bytes(32)}
     assert len(mixed) >= 4  # and one more for each block with a radius that needs more bits
+
+
+def test_small_tensors_are_released_together_as_they_are_alone() -> None:
+    """The same words, whether neighbours that fit into one block are one tensor or several."""
+    shapes = [(3,), (2, 5), (BLOCK,), (), (7,), (BLOCK - 8,)]
+    whole = torch.randn(sum(math.prod(shape) for shape in shapes), dtype=torch.float64)
+    parts = [
+        t.view(shape)
+        for t, shape in zip(torch.split_with_sizes(whole, [math.prod(s) for s in shapes]), shapes, strict=True)
+    ]
+    assert [*_together(parts)] == [[0, 1], [2], [3, 4, 5]]
+    dtypes = [torch.float32, torch.float64, torch.float32, torch.float64, torch.float32, torch.float64]
+    found = noisy_mean(ClippedSum([t.clone() for t in parts], 1.0), 1.0, UnsafeSeed(0), expected=2.0, dtypes=dtypes)
+    entropy, expected = UnsafeSeed(0), []
+    for places in ([0, 1], [2], [3, 4, 5]):
+        flat = torch.cat([parts[i].reshape(-1) for i in places])
+        one = ClippedSum([flat], 1.0)
+        (noisy,) = noisy_mean(one, 1.0, entropy, expected=2.0, dtypes=[torch.float64], dimension=len(whole))
+        expected += torch.split_with_sizes(noisy, [parts[i].numel() for i in places])
+    for released, right, dtype in zip(found, expected, dtypes, strict=True):
+        assert released.dtype == dtype
+        assert torch.equal(released.reshape(-1), right.to(dtype))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import operator
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any, final
 
 import numpy as np
@@ -33,7 +34,11 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
     np.random.Generator: (lambda g: g.bit_generator.state, lambda g, s: setattr(g.bit_generator, "state", s)),
     random.Random: (lambda g: g.getstate(), lambda g, s: g.setstate(s)),
 }
-_FOLLOWED = (Tensor, list, dict, set, deque, tuple, nn.Module, np.ndarray, *_GENERATORS)
+_KINDS = tuple(_GENERATORS)
+_FOLLOWED = (dict, list, tuple, set, deque, Tensor, nn.Module, np.ndarray, *_KINDS)
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set, deque})
+# Most attributes are of these. Asking whether they are generators takes longer than all else.
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), FunctionType, MethodType, torch.dtype})
 
 
 @dataclass(slots=True)
@@ -110,28 +115,33 @@ class ModelState:
         if id(value) in seen:
             return
         seen.add(id(value))
-        if isinstance(value, Tensor):
+        if type(value) in _CONTAINERS:  # first, because there are many
+            self._note_container(place, value, seen, held)
+        elif isinstance(value, Tensor):
             self._tensors.append(self._noted(place.strip("."), value))
         elif isinstance(value, np.ndarray):
             if value.dtype.kind in "biufc" and value.flags.writeable and min(value.strides, default=0) >= 0:
                 self._tensors.append(self._noted(place.strip("."), torch.from_numpy(value)))
         elif isinstance(value, nn.Module):
             self._note_module(place, value, seen)
-        elif isinstance(value, tuple(_GENERATORS)):
+        elif isinstance(value, _KINDS):
             self._generators.append((place.strip("."), value, _reader(value)[0](value)))
         else:
-            if not isinstance(value, tuple):
-                self._containers.append((place, value, _copied(value), held))
-            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                if isinstance(inner, _FOLLOWED):
-                    self._note(f"{place}.{key}", inner, seen)
+            self._note_container(place, value, seen, held)
+
+    def _note_container(self, place: str, value: Any, seen: set[int], held: bool) -> None:
+        if not isinstance(value, tuple):
+            self._containers.append((place, value, _copied(value), held))
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if _is_followed(inner):
+                self._note(f"{place}.{key}", inner, seen)
 
     def _note_module(self, name: str, module: nn.Module, seen: set[int]) -> None:
         slots = {key: getattr(module, key) for key in _slots(type(module)) if hasattr(module, key)}
         attributes = dict(vars(module))
         self._modules.append(_Module(name.strip("."), module, type(module), attributes, slots))
         for key, value in (*attributes.items(), *slots.items()):
-            if isinstance(value, _FOLLOWED):
+            if _is_followed(value):
                 self._note(name if key in _HELD else f"{name}.{key}", value, seen, held=key in _HELD)
 
     def _noted(self, name: str, t: Tensor) -> _Tensor:
@@ -286,6 +296,10 @@ def _dense(a: Tensor, b: Tensor) -> bool:
     """Whether both lie in memory without gaps, in one order."""
     formats = (torch.contiguous_format, *([torch.channels_last] if a.dim() == 4 else []))
     return any(a.is_contiguous(memory_format=f) and b.is_contiguous(memory_format=f) for f in formats)
+
+
+def _is_followed(value: Any) -> bool:
+    return type(value) not in _PLAIN and isinstance(value, _FOLLOWED)
 
 
 def _slots(kind: type) -> list[str]:

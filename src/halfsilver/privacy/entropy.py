@@ -94,7 +94,8 @@ def normal_blocks(entropy: Entropy, n: int, scale: float) -> Iterator[tuple[int,
         - Box and Muller 1958, A Note on the Generation of Random Normal Deviates, Annals of Mathematical Statistics
           29(2).
     """
-    block, radii, angles = (torch.empty(k, dtype=torch.float64) for k in (BLOCK, BLOCK // 2, BLOCK // 2))
+    most = (min(BLOCK, n) + 1) // 2
+    block, radii, angles = (torch.empty(k, dtype=torch.float64) for k in (2 * most, most, most))
     for start in range(0, n, BLOCK):
         size = min(BLOCK, n - start)
         half = (size + 1) // 2

@@ -14,7 +14,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from halfsilver._core.tensors import Tensors
 from halfsilver.errors import ConfigError
-from halfsilver.privacy.entropy import MAX_SCALE, Entropy, normal_blocks
+from halfsilver.privacy.entropy import BLOCK, MAX_SCALE, Entropy, normal_blocks
 from halfsilver.privacy.gradients.base import ClippedSum
 
 if TYPE_CHECKING:
@@ -121,15 +121,34 @@ def noisy_mean(
     check_exactness(noise_multiplier, clipped.sensitivity, dimension)
     g = grid(clipped.sensitivity, dimension)
     steps = noise_scale(noise_multiplier, clipped.sensitivity) / g
-    sums = [t.contiguous() for t in clipped.tensors]
+    sums, first = [t.contiguous() for t in clipped.tensors], 0
     out = [t if t.dtype == dtype else torch.empty_like(t, dtype=dtype) for t, dtype in zip(sums, dtypes, strict=True)]
-    first = 0
-    for total, released in zip(sums, out, strict=True):
-        _release(total.view(-1), released.view(-1), g, steps, g / expected, entropy, chain, first)
-        first += total.numel()
+    for places in _together(sums):
+        flat = [sums[i].view(-1) for i in places]
+        total = flat[0] if len(flat) == 1 else torch.cat(flat)
+        released = out[places[0]].view(-1) if len(flat) == 1 else torch.empty_like(total, dtype=torch.float64)
+        _release(total, released, g, steps, g / expected, entropy, chain, first)
+        first += len(total)
+        if len(flat) > 1:
+            torch._foreach_copy_(
+                [out[i].view(-1) for i in places], [*torch.split_with_sizes(released, [len(t) for t in flat])]
+            )
     if chain is not None:
         chain.advance()
     return out
+
+
+def _together(sums: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Places of tensors that are released in one go: neighbours that fit into one block, because a draw has a cost."""
+    places: list[int] = []
+    for i, t in enumerate(sums):
+        alike = places and (t.dtype, t.device) == (sums[places[0]].dtype, sums[places[0]].device)
+        if places and not (alike and sum(sums[k].numel() for k in places) + t.numel() <= BLOCK):
+            yield places
+            places = []
+        places.append(i)
+    if places:
+        yield places
 
 
 def _release(

@@ -252,11 +252,12 @@ def squared_lengths(rows: Tensor) -> Tensor:
     blocks are added in float64.
     """
     rows, width = at_least_float32(rows), rows.shape[1]
-    if width <= _BLOCK:
-        return torch.linalg.vector_norm(rows, dim=1).double().square_()
     whole = width // _BLOCK * _BLOCK
-    blocks = rows[:, :whole].unflatten(1, (-1, _BLOCK))
-    squared = torch.linalg.vector_norm(blocks, dim=2).double().square_().sum(1)
+    if width <= _BLOCK:
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return norms.double().square_()
+    blocks: Tensor = torch.linalg.vector_norm(rows[:, :whole].reshape(len(rows), -1, _BLOCK), dim=2)
+    squared = blocks.double().square_().sum(1)
     return squared if whole == width else squared.add_(squared_lengths(rows[:, whole:]))
 
 

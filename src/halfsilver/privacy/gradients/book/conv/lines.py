@@ -78,7 +78,7 @@ def _patches(products: Products) -> Tensor:
     (h, w, c), (down, right), (below, beside) = x.stride()[1:], geometry.stride, geometry.dilation
     size = (*products.g.shape[2:], *geometry.kernel, x.shape[3])
     steps = (h * down, w * right, h * below, w * beside, c)
-    if geometry.kernel[1] * x.shape[3] >= _RUN and beside == 1 or x.shape[3] >= _RUN:
+    if (geometry.kernel[1] * x.shape[3] >= _RUN and beside == 1) or x.shape[3] >= _RUN:
         return x.as_strided((len(x), *size), (x.stride(0), *steps)).reshape(len(x), -1)
     places = torch.arange(x[0].numel(), device=x.device).as_strided(size, steps).flatten()
     return x.flatten(1).index_select(1, places)

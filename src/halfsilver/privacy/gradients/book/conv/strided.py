@@ -24,9 +24,7 @@ from torch.nn import functional as F
 from halfsilver.privacy.gradients.book.tune import fastest
 
 
-def strided(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int]
-) -> Tensor:
+def strided(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     """`F.conv1d` or `F.conv2d` without dilation or groups. Its backward pass takes the way that was fastest."""
     out: Tensor = _Strided.apply(x, weight, bias, tuple(stride), tuple(padding))  # type: ignore[no-untyped-call]
     return out
@@ -90,7 +88,7 @@ def by_remainders(
     if last:
         parts = parts.contiguous(memory_format=torch.channels_last)
     seen = F.conv2d(g, parts, padding=(taps[0] - 1, taps[1] - 1))
-    seen = seen.unflatten(1, (down, across, shape[1]))
+    seen = seen.view(len(g), down, across, shape[1], *seen.shape[2:])
     sizes = [max(n * s, p + size) for n, s, p, size in zip(seen.shape[4:], stride, padding, shape[2:], strict=True)]
     layout = torch.channels_last if last else torch.contiguous_format
     whole = torch.empty((*shape[:2], *sizes), dtype=g.dtype, device=g.device, memory_format=layout)
