@@ -304,7 +304,8 @@ def test_small_tensors_are_released_together_as_they_are_alone() -> None:
     assert [*_together(parts)] == [[0, 1], [2], [3, 4, 5]]
     dtypes = [torch.float32, torch.float64, torch.float32, torch.float64, torch.float32, torch.float64]
     found = noisy_mean(ClippedSum([t.clone() for t in parts], 1.0), 1.0, UnsafeSeed(0), expected=2.0, dtypes=dtypes)
-    entropy, expected = UnsafeSeed(0), []
+    entropy = UnsafeSeed(0)
+    expected: list[torch.Tensor] = []
     for places in ([0, 1], [2], [3, 4, 5]):
         flat = torch.cat([parts[i].reshape(-1) for i in places])
         one = ClippedSum([flat], 1.0)
