@@ -22,7 +22,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     torch.set_num_threads(args.threads)
     started = time.monotonic()
-    report = _races(args)
+    report = Report()
+    for race_of_one in _races(args):
+        report.add(race_of_one)
+        _keep(report, args, started)  # a long run that is stopped leaves what it has
     if args.full:
         report.add(two_threads(args))
         add_peaks(report, args.threads, Options(backend=args.backend), say)
+    result = _keep(report, args, started)
+    print(json.dumps(result)) if args.json else _print(result)
+    return 1 if _failed(report) else 0
+
+
+def _keep(report: Report, args: argparse.Namespace, started: float) -> Row:
+    """The report with its circumstances, written to the file that was asked for."""
     result = {
         "rows": report.rows,
         "skipped": report.skipped,
@@ -54,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result)) if args.json else _print(result)
-    return 1 if _failed(report) else 0
+    return result
 
 
 def _failed(report: Report) -> bool:
@@ -100,15 +109,14 @@ def _among(known: Any) -> Any:
     return names
 
 
-def _races(args: argparse.Namespace) -> Report:
-    report = Report()
+def _races(args: argparse.Namespace) -> Iterator[Report]:
     for name in [f"{model}@{rows}" for model in args.models for rows in args.batches] or args.models:
         task = workload(name)
         chosen = [n for n in args.contenders if not (task.linear and CONTENDERS[n].pda)]
-        report.add(race(task, chosen, args.reps, Options(backend=args.backend), say, exactly=args.quick))
-    for row in (*report.rows, *report.skipped, *report.wrong):
-        row["threads"] = args.threads
-    return report
+        report = race(task, chosen, args.reps, Options(backend=args.backend), say, exactly=args.quick)
+        for row in (*report.rows, *report.skipped, *report.wrong):
+            row["threads"] = args.threads
+        yield report
 
 
 def say(text: str) -> None:

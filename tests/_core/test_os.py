@@ -145,12 +145,12 @@ def test_other_platforms_are_refused_with_a_way_out(tmp_path: Path, monkeypatch:
 _FAULTS = """
 import resource, sys, torch
 from halfsilver._core import system
-if sys.argv[1] == "keep":
-    system.keep_freed_memory()
+if sys.argv[1] != "leave":
+    system.keep_freed_memory(*(int(n) for n in sys.argv[2:]))
 def faults(blocks):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(blocks):
-        torch.zeros(1 << 24)
+        [torch.zeros(SIZE) for _ in range(4)]
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults(4)
 print(faults(16))
@@ -158,8 +158,11 @@ print(faults(16))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
-def test_a_worker_uses_the_memory_of_freed_tensors_again() -> None:
-    def faults(what: str) -> int:
-        return int(subprocess.run([sys.executable, "-c", _FAULTS, what], check=True, capture_output=True).stdout)
+def test_the_memory_of_freed_tensors_is_used_again() -> None:
+    def faults(size: int, *arguments: str) -> int:
+        code = _FAULTS.replace("SIZE", str(size))
+        return int(subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True).stdout)
 
-    assert 4 * faults("keep") < faults("leave")
+    large, small, kept = 1 << 24, 1 << 22, str(1 << 28)  # numbers of 4 bytes
+    assert 4 * faults(large, "keep") < faults(large, "leave")
+    assert 4 * faults(small, "keep", kept) < faults(small, "leave")

@@ -28,7 +28,9 @@ except ImportError:  # pragma: no cover - Windows; every use refuses through _re
 Writer = Callable[[BinaryIO], None]
 
 _PARENT_ASKED_EVERY = 0.2
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's <malloc.h>
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's <malloc.h>
+_LARGEST_KEPT = 2**25  # bytes of a block; glibc takes no more
+_keeps_all = False
 
 
 def _require_posix() -> None:
@@ -213,13 +215,20 @@ def end_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(at_most: int | None = None) -> None:
     """Let this process keep the memory of tensors that are gone, for the tensors of the next step.
 
-    glibc gives large blocks back to the kernel, and each 4 KB of a new one costs a page fault. The process then holds
-    on to its peak: it is for worker processes, not for those of a user. Other C libraries are left as they are.
+    glibc gives large blocks back to the kernel, and each 4 KB of a new one costs a page fault. Other C libraries are
+    left as they are.
+
+    Args:
+        at_most: Bytes to hold on to beside what is in use; blocks of 32 MB or more are given back as ever. Without it
+            the process holds on to its peak, which is for worker processes and not for those of a user.
     """
+    global _keeps_all
     library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(_M_MMAP_MAX, 0)
-        library.mallopt(_M_TRIM_THRESHOLD, -1)
+    if _keeps_all or not hasattr(library, "gnu_get_libc_version"):
+        return
+    _keeps_all = at_most is None
+    library.mallopt(*((_M_MMAP_MAX, 0) if _keeps_all else (_M_MMAP_THRESHOLD, _LARGEST_KEPT)))
+    library.mallopt(_M_TRIM_THRESHOLD, -1 if at_most is None else at_most)

@@ -116,16 +116,16 @@ class Outer:
         return total.reshape(self.shape)
 
     def _add(self, total: Tensor, chosen: slice, weights: Tensor) -> None:
-        left, right = self.left, self.right[chosen].double()
+        left = self.left
         if isinstance(left, OneHot):
-            total.index_add_(0, left.index[chosen].flatten(), weighted(right, weights).flatten(0, 1))
+            right = weighted(self.right[chosen].double(), weights)
+            total.index_add_(0, left.index[chosen].flatten(), right.flatten(0, 1))
             return
-        left = left[chosen].double()
-        if left.shape[2] < right.shape[2]:  # weigh the smaller factor, but take bad rows out of both
-            left, right = weighted(left, weights), without_bad(right, weights)
+        left, right = left[chosen], self.right[chosen]
+        if left.shape[2] < right.shape[2]:
+            _add_products(total.T, right, left, weights)
         else:
-            left, right = without_bad(left, weights), weighted(right, weights)
-        total.addmm_(left.flatten(0, 1).T, right.flatten(0, 1))
+            _add_products(total, left, right, weights)
 
     def gradients(self, chosen: slice, dtype: torch.dtype) -> Tensor:
         right = self.right[chosen].to(dtype)
@@ -136,6 +136,19 @@ class Outer:
         else:
             out = self.left[chosen].to(dtype).transpose(1, 2) @ right
         return out.reshape(len(right), *self.shape)
+
+
+def _add_products(total: Tensor, wide: Tensor, narrow: Tensor, weights: Tensor) -> None:
+    """Add sum_it weights_i wide_it narrow_it^T in float64.
+
+    The wide factor is converted a part at a time: as a whole it would be so large that its memory goes back to the
+    system and is taken anew, page by page, in each step. Weights go to the narrow factor, because that is less work,
+    but bad rows are taken out of both.
+    """
+    right = weighted(narrow.double(), weights).flatten(0, 1)
+    for i in range(0, wide.shape[2], _WIDTH):
+        left = without_bad(wide[:, :, i : i + _WIDTH].double(), weights)
+        total[i : i + _WIDTH].addmm_(left.flatten(0, 1).T, right)
 
 
 def combine(parts: Sequence[ExampleGradients], dtype: torch.dtype) -> ExampleGradients:
