@@ -64,24 +64,37 @@ def patches(products: Products) -> Tensor:
     """[rows, out, height * width * in]: what each output position sees, line by line, in one product per row."""
     positions, inputs = math.prod(products.g.shape[2:]), products.x.shape[1] * products.geometry.taps
     out = products.g.new_empty((len(products.g), products.g.shape[1], inputs))
+    places = _places(products)
     for block in products.blocks(positions * inputs):
         part = products.part(block)
-        torch.bmm(part.g.flatten(2), _patches(part).view(len(part.x), positions, inputs), out=out[block])
+        x = _padded(part)
+        seen = _windows(part, x) if places is None else x.flatten(1).index_select(1, places)
+        torch.bmm(part.g.flatten(2), seen.reshape(len(x), positions, inputs), out=out[block])
     return out
 
 
-def _patches(products: Products) -> Tensor:
-    """[rows, positions * height * width * in]"""
-    geometry, (top, side) = products.geometry, products.geometry.padding
-    x = products.x.permute(0, 2, 3, 1)
-    x = (F.pad(x, (0, 0, side, side, top, top)) if top or side else x).contiguous()
-    (h, w, c), (down, right), (below, beside) = x.stride()[1:], geometry.stride, geometry.dilation
-    size = (*products.g.shape[2:], *geometry.kernel, x.shape[3])
-    steps = (h * down, w * right, h * below, w * beside, c)
-    if (geometry.kernel[1] * x.shape[3] >= _RUN and beside == 1) or x.shape[3] >= _RUN:
-        return x.as_strided((len(x), *size), (x.stride(0), *steps)).reshape(len(x), -1)
-    places = torch.arange(x[0].numel(), device=x.device).as_strided(size, steps).flatten()
-    return x.flatten(1).index_select(1, places)
+def _padded(products: Products) -> Tensor:
+    """[rows, height, width, in]"""
+    x, (top, side) = products.x.permute(0, 2, 3, 1), products.geometry.padding
+    return (F.pad(x, (0, 0, side, side, top, top)) if top or side else x).contiguous()
+
+
+def _windows(products: Products, x: Tensor) -> Tensor:
+    """[rows, *positions, *kernel, in], as a view of the padded input."""
+    geometry, (b, h, w, c) = products.geometry, x.stride()
+    (down, right), (below, beside) = geometry.stride, geometry.dilation
+    size = (len(x), *products.g.shape[2:], *geometry.kernel, x.shape[3])
+    return x.as_strided(size, (b, h * down, w * right, h * below, w * beside, c))
+
+
+def _places(products: Products) -> Tensor | None:
+    """Where the numbers of all windows lie within a padded row; None where copying runs of them is faster."""
+    channels, geometry = products.x.shape[1], products.geometry
+    run = channels * geometry.kernel[1] if geometry.dilation[1] == 1 else channels
+    if run >= _RUN:
+        return None
+    shape = [1, *(size + 2 * side for size, side in zip(products.x.shape[2:], geometry.padding, strict=True)), channels]
+    return _windows(products, torch.arange(math.prod(shape), device=products.x.device).view(shape)).flatten()
 
 
 def _along_lines(products: Products, needed: int) -> Tensor:
