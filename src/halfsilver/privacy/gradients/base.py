@@ -272,8 +272,10 @@ def weighted_rows(weights: Tensor, rows: Tensor, adding: Adding) -> Tensor:
     size = 1 if adding.exact else adding.together
     if rows.dtype == torch.float64 or size == 1:
         return _in_float64(weights, rows)
-    whole = len(rows) // size * size
     weights = weights.to(rows.dtype)
+    if len(rows) <= size:
+        return (weights @ rows).double()
+    whole = len(rows) // size * size
     blocks = torch.bmm(weights[:whole].view(-1, 1, size), rows[:whole].view(-1, size, rows.shape[1]))
     return blocks.squeeze(1).sum(0, dtype=torch.float64).add_(weights[whole:] @ rows[whole:])
 
