@@ -30,6 +30,7 @@ Writer = Callable[[BinaryIO], None]
 _PARENT_ASKED_EVERY = 0.2
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's <malloc.h>
 _LARGEST_KEPT = 2**25  # bytes of a block; glibc takes no more
+KEPT = 2**30  # bytes of freed memory that a process of a user keeps
 _keeps_all = False
 
 

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from halfsilver._core import system
 from halfsilver._core.distributed import World
 from halfsilver._core.model_state import untouched
 from halfsilver._core.random import own_randomness
@@ -64,6 +65,7 @@ class PrivateGradient:
         entropy: Entropy | None = None,
         world: World | None = None,
     ) -> None:
+        system.keep_freed_memory(at_most=system.KEPT)
         self.plan, self._performance = plan, performance or Performance()
         self._world, self._entropy = world or World(), entropy or OsEntropy()
         self._given, self._model = model, whole_model(model)

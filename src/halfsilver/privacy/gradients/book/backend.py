@@ -10,7 +10,6 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from halfsilver._core import system
 from halfsilver._core.tensors import Batch, LossFn, Tensors, batch_rows, map_batch, trainable
 from halfsilver._core.views import by_view
 from halfsilver.privacy.gradients.base import (
@@ -28,8 +27,6 @@ from halfsilver.privacy.gradients.book.tune import tuning
 
 # A row is computed directly, in float64, once the rounding bound would raise its squared norm by more than this.
 _SHARE_OF_SLACK = 2e-3
-# Bytes of freed memory that a process of a user keeps for its next step.
-_KEPT = 2**30
 # Entries up to which the gradients of several parameters are put together.
 _SMALL = 2048
 
@@ -59,8 +56,6 @@ class BookKeeping:
 
     def tune(self, batch: Batch, adding: Adding) -> None:
         """Choose the fastest way for each layer at the shape of `batch`, which holds made-up rows."""
-        if trainable(self._model)[0].device.type == "cpu":
-            system.keep_freed_memory(at_most=_KEPT)
         with tuning(adding):
             self.clipped_sum(batch, 1.0, adding=adding)
 
