@@ -40,11 +40,12 @@ ARMS: dict[str, Noise] = {
 }
 
 
-def trained(problem: Problem, recipe: Recipe, plan: PrivacyPlan, job: Job) -> dict[str, float]:
-    """Losses per word of one run."""
+def trained(problem: Problem, recipe: Recipe, plan: PrivacyPlan | None, job: Job) -> dict[str, float]:
+    """Losses per word of one run; of its start without a plan."""
     model = new_model(problem, job.seed)
     load_start(model, job.start)
-    train(model, problem, recipe, job, plan)
+    if plan is not None:
+        train(model, problem, recipe, job, plan)
     rows = {"set aside": problem.validation, "test": problem.test}
     return {name: float(per_example(model, problem.loss_fn, part).double().mean()) for name, part in rows.items()}
 
@@ -92,6 +93,7 @@ def main() -> None:
             )
             found[rate] = trained(problem, recipe, plan, job)
             print(arm, rate, found[rate], flush=True)
+        begun = trained(problem, recipe, None, job)
         best = min(found, key=lambda rate: found[rate]["set aside"])
         record = {
             "arm": arm,
@@ -100,6 +102,7 @@ def main() -> None:
             "seed": args.seed,
             "learning_rate": best,
             "loss": found[best]["test"],
+            "start": begun,
             "all": {str(rate): scored for rate, scored in found.items()},
             "plan": plan.to_dict(),
             "versions": versions(),
