@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import sparse
+from scipy.stats import betabinom
 from sklearn.exceptions import SkipTestWarning
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -179,6 +180,47 @@ def test_one_of_several_targets_that_is_no_number_removes_the_row(data: tuple[Ro
     wanted = model.fit(x[others], y[others], X_public=xp, y_public=yp).coef_
     np.testing.assert_allclose(found, wanted, atol=1e-9)
     assert np.linalg.norm(np.hstack([found, model.intercept_[:, None]])) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_intervals_cover_new_rows_as_often_as_they_say(outputs: int) -> None:
+    """n = 20,000 new rows, alpha = 1e-6. Coverage given 4,999 public rows is Beta(4500, 500). 0.87 is refused."""
+    rng = np.random.default_rng(5)
+    theta, scale = rng.normal(size=(8, outputs)), np.array([0.5, 3.0])[:outputs]
+
+    def drawn(rows: int) -> Rows:
+        """Targets with an error that is far from normal."""
+        features = rng.normal(size=(rows, 8))
+        targets = features @ theta + scale * rng.standard_t(3, size=(rows, outputs))
+        return features, targets if outputs > 1 else targets[:, 0]
+
+    (x, y), (xp, yp), (xc, yc), (xt, yt) = (drawn(rows) for rows in (4000, 100, 4999, 20_000))
+    model = MirrorLinearRegression(unsafe_seed=0).fit(x, y, X_public=xp, y_public=yp)
+    low, high = model.predict_interval(xt, X_public=xc, y_public=yc)
+    assert low.shape == high.shape == model.predict(xt).shape == yt.shape
+    errors = np.abs(yc - model.predict(xc))
+    np.testing.assert_allclose(high - low, np.broadcast_to(2 * np.sort(errors, axis=0)[4499], yt.shape))
+    covered = ((low <= yt) & (yt <= high)).reshape(len(yt), outputs).sum(0)
+    accepted = betabinom(len(yt), 4500, 500).interval(1 - 1e-6 / outputs)
+    assert ((accepted[0] <= covered) & (covered <= accepted[1])).all()
+    assert 0.87 * len(yt) < accepted[0]  # so that intervals that are a little too narrow are noticed
+
+
+def test_intervals_need_enough_public_rows(data: tuple[Rows, Rows, Rows]) -> None:
+    (x, _), _, (xt, yt) = data
+    model = fit(data, unsafe_seed=0)
+    for rows, coverage in ((9, 0.9), (19, 0.95), (99, 0.99), (3, 0.75)):
+        low, high = model.predict_interval(x[:3], X_public=xt[:rows], y_public=yt[:rows], coverage=coverage)
+        widest = np.abs(yt[:rows] - model.predict(xt[:rows])).max()
+        np.testing.assert_allclose(high - low, 2 * widest)
+        with pytest.raises(ConfigError, match=f"X_public={rows - 1} at least {rows} for coverage"):
+            model.predict_interval(x[:3], X_public=xt[: rows - 1], y_public=yt[: rows - 1], coverage=coverage)
+    with pytest.raises(ConfigError, match="coverage"):
+        model.predict_interval(x[:3], X_public=xt, y_public=yt, coverage=1.0)
+    with pytest.raises(ConfigError, match="shape of y_public"):
+        model.predict_interval(x[:3], X_public=xt, y_public=yt[1:])
+    with pytest.raises(ConfigError, match="finite"):
+        model.predict_interval(x[:3], X_public=xt, y_public=np.where(yt > yt[0], np.nan, yt))
 
 
 def test_weights_without_noise_are_those_of_the_formula(

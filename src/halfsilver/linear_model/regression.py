@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -191,7 +192,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         theta = public.solution
         if registered(self.method).trains:
             theta = self._train(private, public)
-        self.coef_ = theta[: self.n_features_in_].T.numpy()
+        self.coef_ = theta[: self.n_features_in_].numpy().T  # NumPy, because PyTorch warns of .T of a vector
         constant = theta[-1] if self.fit_intercept else torch.zeros(theta.shape[1:])
         self.intercept_: Any = constant.numpy() if constant.ndim else float(constant)
         return self
@@ -208,6 +209,46 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         check_is_fitted(self)
         x = validate_data(self, X, reset=False, accept_sparse="csr")
         return np.asarray(x @ self.coef_.T + self.intercept_)
+
+    def predict_interval(
+        self, X: Any, *, X_public: Any, y_public: Any, coverage: float = 0.9
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Predict intervals that contain a new row's target with probability `coverage`, by split conformal prediction.
+
+        The intervals spend no epsilon. Their half width is an order statistic of the errors on public rows. The
+        probability is over these rows and the new one, and it needs no model of the noise. It holds if both come from
+        the same distribution, and only if `fit` did not see these public rows.
+
+        Args:
+            X: The features, dense or SciPy sparse, of shape (rows, features).
+            X_public: Features of public rows that were not given to `fit`.
+            y_public: Their targets.
+            coverage: The probability, in (0, 1). Default 0.9. With n public rows, at most n / (n + 1).
+
+        Returns:
+            The lower and the upper ends, each of the shape of `predict`. With several outputs, each has its own
+            interval, and the probability is that of each alone.
+
+        Raises:
+            ConfigError: If the public rows are too few for `coverage`, or are not finite.
+
+        References:
+            - Lei, G'Sell, Rinaldo, Tibshirani and Wasserman 2018, Distribution-Free Predictive Inference for
+              Regression, JASA 113(523), arXiv:1604.04173.
+        """
+        require(0 < coverage < 1, "coverage", coverage, "in (0, 1)")
+        known = self.predict(X_public)
+        given = targets(np.asarray(y_public, dtype=np.float64))
+        require(
+            given.shape == known.shape, "shape of y_public", given.shape, f"{known.shape}, that of predict(X_public)"
+        )
+        errors = np.sort(np.abs(given - known), axis=0)
+        require(bool(np.isfinite(errors).all()), "y_public", "NaN or infinite entries", "finite")
+        rank = math.ceil(round((len(errors) + 1) * coverage, 9))  # 0.07 * 100 is 7.000000000000001
+        needed = math.ceil(round(coverage / (1 - coverage), 9))
+        require(rank <= len(errors), "rows of X_public", len(errors), f"at least {needed} for coverage {coverage:g}")
+        predicted = self.predict(X)
+        return predicted - errors[rank - 1], predicted + errors[rank - 1]
 
     def _train(self, private: PrivateRows, public: _Public) -> Tensor:
         self.run_dir_, ledger = open_ledger(self, self.run_dir, self.ledger)
