@@ -215,8 +215,11 @@ def test_intervals_need_enough_public_rows(data: tuple[Rows, Rows, Rows]) -> Non
         np.testing.assert_allclose(high - low, 2 * widest)
         with pytest.raises(ConfigError, match=f"X_public={rows - 1} at least {rows} for coverage"):
             model.predict_interval(x[:3], X_public=xt[: rows - 1], y_public=yt[: rows - 1], coverage=coverage)
-    with pytest.raises(ConfigError, match="coverage"):
-        model.predict_interval(x[:3], X_public=xt, y_public=yt, coverage=1.0)
+    low, high = model.predict_interval(x[:3], X_public=xt, y_public=yt, coverage=1e-12)
+    np.testing.assert_allclose(high - low, 2 * np.abs(yt - model.predict(xt)).min())
+    for wrong in (0.0, 1.0, "0.9"):
+        with pytest.raises(ConfigError, match="coverage"):
+            model.predict_interval(x[:3], X_public=xt, y_public=yt, coverage=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="shape of y_public"):
         model.predict_interval(x[:3], X_public=xt, y_public=yt[1:])
     with pytest.raises(ConfigError, match="finite"):

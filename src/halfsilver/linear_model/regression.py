@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfsilver._core.averaging import AverageKind
 from halfsilver._core.tensors import Batch
-from halfsilver.errors import ConfigError, MissingExtra, require
+from halfsilver.errors import ConfigError, MissingExtra, require, require_numbers
 from halfsilver.linear_model.callers import check_callers
 from halfsilver.linear_model.full_batch import FullBatch, open_ledger, require_one_process
 from halfsilver.mirror import Bregman, ConstraintSet, Euclidean, MirrorMap, Quadratic
@@ -217,7 +217,8 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
 
         The intervals spend no epsilon. Their half width is an order statistic of the errors on public rows. The
         probability is over these rows and the new one, and it needs no model of the noise. It holds if both come from
-        the same distribution, and only if `fit` did not see these public rows.
+        the same distribution, and only if `fit` did not see these public rows. Never give private rows: the width of
+        the intervals is one of their errors.
 
         Args:
             X: The features, dense or SciPy sparse, of shape (rows, features).
@@ -236,6 +237,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             - Lei, G'Sell, Rinaldo, Tibshirani and Wasserman 2018, Distribution-Free Predictive Inference for
               Regression, JASA 113(523), arXiv:1604.04173.
         """
+        require_numbers(coverage=coverage)
         require(0 < coverage < 1, "coverage", coverage, "in (0, 1)")
         known = self.predict(X_public)
         given = targets(np.asarray(y_public, dtype=np.float64))
@@ -244,7 +246,7 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         )
         errors = np.sort(np.abs(given - known), axis=0)
         require(bool(np.isfinite(errors).all()), "y_public", "NaN or infinite entries", "finite")
-        rank = math.ceil(round((len(errors) + 1) * coverage, 9))  # 0.07 * 100 is 7.000000000000001
+        rank = max(1, math.ceil(round((len(errors) + 1) * coverage, 9)))  # 0.07 * 100 is 7.000000000000001
         needed = math.ceil(round(coverage / (1 - coverage), 9))
         require(rank <= len(errors), "rows of X_public", len(errors), f"at least {needed} for coverage {coverage:g}")
         predicted = self.predict(X)
