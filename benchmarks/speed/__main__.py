@@ -6,9 +6,9 @@
     python -m benchmarks.speed --models emnist,wikitext --batches 8,32,128,512
     python -m benchmarks.speed --full               two threads and peak memory as well
 
-The contenders take turns in one process, and a ratio is taken within a repetition. Before any step is timed, each
-contender's clipped sum is held against one-example-at-a-time gradients in float64. One whose sum is wrong is not timed;
-unless it is a known fault of a rival, the exit status is 1 then. It is 1 as well where ours cannot run.
+Each contender has a process of its own. They take turns, and a ratio is taken within a repetition. Before any step is
+timed, each contender's clipped sum is held against one-example-at-a-time gradients in float64. One whose sum is wrong
+is not timed; unless it is a known fault of a rival, the exit status is 1 then. It is 1 as well where ours cannot run.
 Rows of "<model>+pda" are steps with half of the batch private and half public, relative to plain SGD on both halves.
 """
 
@@ -39,7 +39,7 @@ LEAST_REPS = 7
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)  # of this process, which only waits for the contenders and forks them
     started = time.monotonic()
     report = Report()
     for race_of_one in _races(args):
@@ -113,7 +113,8 @@ def _races(args: argparse.Namespace) -> Iterator[Report]:
     for name in [f"{model}@{rows}" for model in args.models for rows in args.batches] or args.models:
         task = workload(name)
         chosen = [n for n in args.contenders if not (task.linear and CONTENDERS[n].pda)]
-        report = race(task, chosen, args.reps, Options(backend=args.backend), say, exactly=args.quick)
+        options = Options(backend=args.backend)
+        report = race(task, chosen, args.reps, options, say, exactly=args.quick, threads=args.threads)
         for row in (*report.rows, *report.skipped, *report.wrong):
             row["threads"] = args.threads
         yield report

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks.speed import oracle
+from benchmarks.speed.apart import Apart, Ready, apart
 from benchmarks.speed.contenders import BASE, CONTENDERS, Contender, Options
 from benchmarks.speed.models import Workload
-from benchmarks.speed.timing import Ratio, measure, ratios, warm_up
+from benchmarks.speed.timing import Ratio, measure, ratios
 
 Row = dict[str, Any]
 
@@ -38,55 +41,59 @@ class Report:
 
 
 def race(
-    workload: Workload, names: Iterable[str], reps: int, options: Options, say: Say, *, exactly: bool = False
+    workload: Workload,
+    names: Iterable[str],
+    reps: int,
+    options: Options,
+    say: Say,
+    *,
+    exactly: bool = False,
+    threads: int = 1,
 ) -> Report:
     """All of `names` on one workload, the base among them. Nobody is timed whose clipped sum is wrong."""
     report, wanted = Report(), oracle.expected(workload)
     if wanted.clipped < oracle.LEAST_CLIPPED:
         raise AssertionError(f"only {wanted.clipped:.0%} of the examples of {workload.name} are clipped")
-    ready: dict[str, _Ready] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Opacus and torch.func remark on their own internals
+    with ExitStack() as stack:
+        contenders: dict[str, Apart] = {}
         for name in dict.fromkeys([BASE, *names]):
             say(f"{workload.name}: {name}")
-            made = _admit(name, workload, wanted, options, report)
-            if made is not None:
-                ready[name] = made
-        say(f"{workload.name}: {len(ready)} contenders take turns")
-        first = {name: made.seconds for name, made in ready.items()}
-        contenders = {name: made.contender for name, made in ready.items()}
-        measured = ratios(measure(contenders, first, reps, exactly=exactly))
+            right = wanted.first_half if CONTENDERS[name].pda else wanted.total
+            made = stack.enter_context(
+                apart(partial(_quietly, name, workload, options), partial(oracle.relative_error, wanted=right), threads)
+            )
+            if _may_start(name, made, workload, report):
+                assert isinstance(made, Apart)
+                contenders[name] = made
+        say(f"{workload.name}: {len(contenders)} contenders take turns")
+        take = {name: made.take for name, made in contenders.items()}
+        first = {name: made.ready.seconds for name, made in contenders.items()}
+        measured = ratios(measure(take, first, reps, exactly=exactly))
     for name, ratio in measured.items():
-        report.rows.append(_row(workload, name, ratio, ready[name], wanted))
+        report.rows.append(_row(workload, name, ratio, contenders[name].ready, wanted))
     report.rows.extend(_best_opacus(workload, report.rows))
     return report
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """A contender whose clipped sum is right, or that does not clip (error None)."""
-
-    contender: Contender
-    seconds: float
-    error: float | None
+def _quietly(name: str, workload: Workload, options: Options) -> Contender:
+    """In its own process: Opacus and torch.func remark on their own internals."""
+    warnings.simplefilter("ignore")
+    return build(name, workload, options)
 
 
-def _admit(name: str, workload: Workload, wanted: oracle.Expected, options: Options, report: Report) -> _Ready | None:
-    try:
-        contender = build(name, workload, options)
-        found, seconds = warm_up(contender)
-    except Exception as problem:  # whatever a rival raises: the row says so
+def _may_start(name: str, made: Apart | str, workload: Workload, report: Report) -> bool:
+    """Whether the contender runs and its clipped sum is right; if not, the report says so."""
+    if isinstance(made, str):
         if name == BASE:
-            raise
-        report.skipped.append({**_names(workload, name), "reason": f"{type(problem).__name__}: {problem}"[:400]})
-        return None
-    right = wanted.first_half if CONTENDERS[name].pda else wanted.total
-    error = None if found is None else oracle.relative_error(found, right)
+            raise RuntimeError(f"{workload.name}: {name}: {made}")
+        report.skipped.append({**_names(workload, name), "reason": made})
+        return False
+    error = made.ready.error
     if error is None or error <= oracle.TOLERANCE:
-        return _Ready(contender, seconds, error)
+        return True
     known = KNOWN.get((workload.name, name))
     report.wrong.append({**_names(workload, name), "error": error, "tolerance": oracle.TOLERANCE, "known": known})
-    return None
+    return False
 
 
 def build(name: str, workload: Workload, options: Options) -> Contender:
@@ -102,7 +109,7 @@ def _names(workload: Workload, name: str) -> Row:
     return {"model": workload.name, "contender": name}
 
 
-def _row(workload: Workload, name: str, ratio: Ratio, made: _Ready, wanted: oracle.Expected) -> Row:
+def _row(workload: Workload, name: str, ratio: Ratio, ready: Ready, wanted: oracle.Expected) -> Row:
     return {
         **_names(workload, name),
         "ratio": round(ratio.median, 4),
@@ -111,9 +118,9 @@ def _row(workload: Workload, name: str, ratio: Ratio, made: _Ready, wanted: orac
         "reps": ratio.reps,
         "cpu_ratio": round(ratio.cpu, 4),
         "seconds": round(ratio.seconds, 5),
-        "error": made.error,
+        "error": ready.error,
         "clipped": round(wanted.clipped, 3),
-        "detail": made.contender.detail,
+        "detail": ready.detail,
     }
 
 

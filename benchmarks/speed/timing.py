@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.speed.contenders import BASE, Contender, Named
@@ -41,21 +40,20 @@ class Ratio:
 
 
 def measure(
-    contenders: Mapping[str, Contender], first: Mapping[str, float], reps: int, *, exactly: bool = False
+    take: Mapping[str, Callable[[int], Sample]], first: Mapping[str, float], reps: int, *, exactly: bool = False
 ) -> dict[str, list[Sample]]:
     """At least `reps` samples of each contender. In each repetition all take their turn, each time from another start.
 
-    The base has two turns a repetition, because everything is divided by it. `first` says how many seconds the warm-up
-    took: how many steps make a sample depends on it.
+    The base has two turns a repetition, because everything is divided by it. `take` says how to time a number of steps.
+    `first` says how many seconds the warm-up took: how many steps make a sample depends on it.
     """
-    steps = {name: _steps(first[name]) for name in contenders}
-    seconds = sum(first[name] * steps[name] for name in contenders)
-    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
+    steps = {name: _steps(first[name]) for name in take}
+    seconds = sum(first[name] * steps[name] for name in take)
+    samples: dict[str, list[Sample]] = {name: [] for name in take}
     for rep in range(reps if exactly else _repetitions(reps, seconds)):
-        gc.collect()  # else the rubbish of one contender is swept up in the time of another
-        turns: dict[str, list[Sample]] = {name: [] for name in contenders}
-        for name in _turns(list(contenders), rep):
-            turns[name].append(_sample(contenders[name], steps[name]))
+        turns: dict[str, list[Sample]] = {name: [] for name in take}
+        for name in _turns(list(take), rep):
+            turns[name].append(take[name](steps[name]))
         for name, taken in turns.items():
             samples[name].append(_mean(taken))
     return samples
@@ -88,7 +86,7 @@ def _mean(samples: list[Sample]) -> Sample:
     return Sample(statistics.fmean(s.wall for s in samples), statistics.fmean(s.cpu for s in samples))
 
 
-def _sample(contender: Contender, steps: int) -> Sample:
+def sample(contender: Contender, steps: int) -> Sample:
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         contender.step()

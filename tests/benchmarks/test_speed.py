@@ -6,6 +6,7 @@ import json
 import mmap
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,8 @@ def test_ours_must_not_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_contenders_take_turns_and_the_base_has_two() -> None:
     calls: list[str] = []
     names = [BASE, "a", "b"]
-    samples = timing.measure({n: Recorder(n, calls) for n in names}, dict.fromkeys(names, 1.0), 3, exactly=True)
+    take = {name: partial(timing.sample, Recorder(name, calls)) for name in names}
+    samples = timing.measure(take, dict.fromkeys(names, 1.0), 3, exactly=True)
     assert {name: len(own) for name, own in samples.items()} == dict.fromkeys(names, 3)
     rounds = [calls[i : i + 4] for i in range(0, len(calls), 4)]
     assert [sorted(r) for r in rounds] == [["a", "b", BASE, BASE]] * 3
@@ -140,7 +142,7 @@ def test_contenders_take_turns_and_the_base_has_two() -> None:
 
 def test_short_steps_are_sampled_several_at_a_time() -> None:
     calls: list[str] = []
-    timing.measure({BASE: Recorder(BASE, calls)}, {BASE: 0.1}, 1, exactly=True)
+    timing.measure({BASE: partial(timing.sample, Recorder(BASE, calls))}, {BASE: 0.1}, 1, exactly=True)
     assert len(calls) == 2 * 3
 
 
