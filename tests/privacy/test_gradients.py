@@ -20,7 +20,7 @@ from halfsilver.privacy import gradients
 from halfsilver.privacy.gradients import BACKENDS, ClippedSum, Performance, make_backend
 from halfsilver.privacy.gradients.base import Adding, GradientBackend, clip_factors, row_norms
 from halfsilver.privacy.gradients.linear import LinearModel, Link, SparseRecords, predictions, with_row_norms
-from halfsilver.privacy.gradients.rows import default_rows, expected_pieces, fastest_rows
+from halfsilver.privacy.gradients.rows import default_rows, expected_pieces, fastest_rows, rows_in_group
 from halfsilver.privacy.gradients.softmax import SoftmaxModel, softmax_records
 from halfsilver.privacy.gradients.users import clipped_user_gradient
 from halfsilver.privacy.gradients.vmap import Vmap
@@ -165,6 +165,9 @@ class Paced:
     def tune(self, batch: Batch, adding: Adding) -> None:
         self.tuned.append(len(batch))
 
+    def norms(self, batch: Batch) -> Tensor:
+        return torch.ones(len(batch))
+
     def clipped_sum(
         self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
     ) -> ClippedSum:
@@ -182,6 +185,39 @@ def test_fastest_micro_batch_size_is_measured(monkeypatch: pytest.MonkeyPatch) -
         assert fastest_rows(backend, model, lambda rows: torch.zeros(rows, 3), plan, 1.0) == 32
     assert backend.tuned == [16, 32, 64, 128], "measured once, and no further than needed"
     assert fastest_rows(BACKENDS["vmap"](model, class_loss, images(2)), model, images, plan, 1.0) == 32
+
+
+class RoundsByPlace(nn.Module):
+    """From one place on, numbers are off by a unit in the last place, as in a library that computes rows in groups."""
+
+    def __init__(self, turn: int) -> None:
+        super().__init__()
+        self.turn = turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(torch.arange(len(x))[:, None] < self.turn, x, x * (1 + 2**-23))
+
+
+@pytest.mark.parametrize(("turn", "group"), [(3, 16), (7, 16), (20, 16), (24, 8)])
+def test_small_groups_of_rows_need_rows_that_round_alike(turn: int, group: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 5), RoundsByPlace(turn))
+    backend = BACKENDS["book"](model, class_loss, images(2))
+    assert rows_in_group(backend, model, images, 8.0) == group
+
+
+def test_only_small_batches_are_filled_up_to_fewer_rows() -> None:
+    model = cnn()
+    book, vmap = (BACKENDS[name](model, class_loss, images(2)) for name in ("book", "vmap"))
+    assert [rows_in_group(book, model, images, expected) for expected in (8.0, 64.0, 65.0)] == [8, 8, 16]
+    assert rows_in_group(vmap, model, images, 8.0) == 16
+    linear = nn.Linear(3, 1)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    without_gradient = BACKENDS["book"](linear, squared_loss, torch.randn(2, 3))
+    assert rows_in_group(without_gradient, linear, lambda rows: torch.randn(rows, 3), 8.0) == 16, "0 shows nothing"
+    plan = PrivacyPlan(steps=1000, sampling_rate=1.0, expected_batch_size=8, noise_multiplier=1.0)
+    assert fastest_rows(book, model, images, plan, 1.0, 8) == 8
 
 
 def test_expected_pieces_against_simulation() -> None:

@@ -340,3 +340,22 @@ def _refill(container: Any, copy: Any) -> None:
 def _changed_keys(name: str, now: Any, before: Any) -> list[str]:
     keys = [key for key in {**now, **before} if now.get(key) is not before.get(key)]
     return [f"{name}.{key}".strip(".") for key in keys]
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Dropout off wherever a module has it as an option; modules stay in training mode, which Opacus's hooks need."""
+    names = {module: name for module in model.modules() for name in ("p", "dropout") if _is_rate(module, name)}
+    rates = {module: getattr(module, name) for module, name in names.items()}
+    try:
+        for module, name in names.items():
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name in names.items():
+            setattr(module, name, rates[module])
+
+
+def _is_rate(module: nn.Module, name: str) -> bool:
+    kinds = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
+    return isinstance(module, kinds) and isinstance(getattr(module, name, None), float)

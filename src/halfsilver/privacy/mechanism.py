@@ -22,7 +22,7 @@ from halfsilver.privacy.entropy import Entropy, OsEntropy
 from halfsilver.privacy.gradients import ClippedSum, GradientBackend, Performance, make_backend
 from halfsilver.privacy.gradients.base import Adding
 from halfsilver.privacy.gradients.probe import PROBE_ROWS, probe
-from halfsilver.privacy.gradients.rows import default_rows, fastest_rows, padded_rows
+from halfsilver.privacy.gradients.rows import GROUP, default_rows, fastest_rows, padded_rows, rows_in_group
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.passes import PrivatePasses
 from halfsilver.privacy.plan import PrivacyPlan
@@ -79,10 +79,13 @@ class PrivateGradient:
                 private, plan, self._params, public_example=public_example, public_rows=public_rows, world=self._world
             )
             self._backend = self._checked_backend(loss_fn, probe_rows)
-            rows = self._performance.micro_batch_size or self._choose_rows()
+            group = self._rows_in_group()
+        group = int(self._world.largest(group))
+        with self._world.together(), untouched(self._model):
+            rows = self._performance.micro_batch_size or self._choose_rows(group)
         rows = self._world.from_lead(lambda: rows)  # one measurement for all: the slowest rank sets the pace
         with self._world.together(), untouched(self._model):
-            self._batches.use(rows, padded_rows(rows))
+            self._batches.use(rows, padded_rows(rows, group))
             precise = self._performance.precise(loss_fn)
             self._passes = PrivatePasses(
                 self._model, precise, self._backend, self._batches, plan.max_grad_norm, adding, self._world.size
@@ -164,13 +167,22 @@ class PrivateGradient:
         probe(self._model, performance.precise(loss_fn), made_up, alike)
         return make_backend(performance, self._model, loss_fn, made_up)
 
-    def _choose_rows(self) -> int:
+    def _rows_in_group(self) -> int:
+        """Of this rank, whose processor may be another than that of the others."""
+        batches = self._batches
+        if batches.of_users or not batches.fixed_shape:
+            return GROUP
+        with own_randomness(0, [batches.device]):
+            share = self.plan.expected_batch_size / self._world.size
+            return rows_in_group(self._backend, self._model, batches.made_up, share)
+
+    def _choose_rows(self, group: int) -> int:
         """As many as run fastest. A user's records are not clipped one by one, and are read in parts of fixed size."""
         batches = self._batches
         if batches.of_users or not batches.fixed_shape:
             return default_rows(self._model, self.plan.expected_batch_size / self._world.size)
         with own_randomness(0, [batches.device]):
-            return fastest_rows(self._backend, self._model, batches.made_up, self.plan, 1 / self._world.size)
+            return fastest_rows(self._backend, self._model, batches.made_up, self.plan, 1 / self._world.size, group)
 
     def _steps_per_block(self) -> int:
         """How many steps a ledger record covers, from a rehearsal on made-up rows: private timing must not show in it.

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from halfsilver._core.model_state import without_dropout
 from halfsilver._core.tensors import Batch, LossFn, batch_leaves, batch_rows, norm, take_rows
 from halfsilver._core.views import Views, unchanged_views
 from halfsilver.errors import ConfigError, HalfsilverError, UnsupportedLayer, require
@@ -131,7 +131,7 @@ def _checked(
     where it clips. At full precision first: in half of it, honest rounding is as large as many mistakes.
     """
     backend = BACKENDS[name](model, loss_fn, example)
-    with _no_dropout(model), unchanged_views():
+    with without_dropout(model), unchanged_views():
         oracle = Vmap(model, loss_fn, example)
         norms = row_norms(oracle.per_example(example))
         if not (torch.isfinite(norms) & (norms > 0)).all():
@@ -174,22 +174,3 @@ def _require_bounded(name: str, backend: GradientBackend, example: Batch, clip: 
             raise UnsupportedLayer(
                 f"backend={name!r} lets an example contribute {size / clip:.4g} clip norms. Use backend='vmap'."
             )
-
-
-@contextmanager
-def _no_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """Dropout off wherever a module has it as an option; modules stay in training mode, which Opacus's hooks need."""
-    names = {module: name for module in model.modules() for name in ("p", "dropout") if _is_rate(module, name)}
-    rates = {module: getattr(module, name) for module, name in names.items()}
-    try:
-        for module, name in names.items():
-            setattr(module, name, 0.0)
-        yield
-    finally:
-        for module, name in names.items():
-            setattr(module, name, rates[module])
-
-
-def _is_rate(module: torch.nn.Module, name: str) -> bool:
-    kinds = (torch.nn.modules.dropout._DropoutNd, torch.nn.RNNBase, torch.nn.MultiheadAttention)
-    return isinstance(module, kinds) and isinstance(getattr(module, name, None), float)

@@ -184,6 +184,10 @@ class Tunable(Protocol):
 
     def tune(self, batch: Batch, adding: Adding) -> None: ...
 
+    def norms(self, batch: Batch) -> Tensor:
+        """Of the gradient of each row, before it is clipped."""
+        ...
+
 
 def clock() -> float:
     """Seconds for comparing ways to compute. Time of this thread if torch has one, since others may share its core."""

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from halfsilver._core.tensors import Batch, batch_leaves, trainable
+from halfsilver._core.model_state import without_dropout
+from halfsilver._core.tensors import Batch, batch_leaves, take_rows, trainable
+from halfsilver._core.views import unchanged_views
 from halfsilver.privacy.gradients.base import Adding, GradientBackend, Tunable, clock
 from halfsilver.privacy.plan import PrivacyPlan
 
@@ -20,7 +22,10 @@ _MATERIALISED = 2**27
 
 # Libraries compute rows in groups, and one that is left over in another way. At a multiple of this many rows, all of
 # them are rounded alike, wherever they stand.
-_GROUP = 16
+GROUP = 16
+# Small batches are filled up to fewer rows, if these are rounded alike on this machine.
+_SMALL_GROUP, _SMALL_BATCH = 8, 64
+_TRIED, _LEAST_NORM = 2, 1e-9
 _SIZES = (16, 32, 64, 128, 256, 512)
 # Once a piece takes so long, larger ones have nothing left to gain, but take more memory.
 _LONG_SECONDS = 1.0
@@ -33,21 +38,41 @@ _measured: dict[tuple[Any, ...], int] = {}
 def most_rows(model: torch.nn.Module) -> int:
     """As many as may be in memory at once if each had a gradient of its own, but no more than 512."""
     parameters = sum(p.numel() for p in trainable(model))
-    return max(1, min(512, _MATERIALISED // max(parameters, 1)) // _GROUP * _GROUP)
+    return max(1, min(512, _MATERIALISED // max(parameters, 1)) // GROUP * GROUP)
 
 
-def padded_rows(rows: int) -> int:
+def padded_rows(rows: int, group: int = GROUP) -> int:
     """How many rows a piece of `rows` is filled up to: a whole number of groups, or a single row.
 
-    >>> [padded_rows(rows) for rows in (1, 2, 16, 17)]
-    [1, 16, 16, 32]
+    >>> [padded_rows(rows) for rows in (1, 2, 16, 17)], padded_rows(17, 8)
+    ([1, 16, 16, 32], 24)
     """
-    return 1 if rows == 1 else _GROUP * math.ceil(rows / _GROUP)
+    return 1 if rows == 1 else group * math.ceil(rows / group)
+
+
+def rows_in_group(
+    backend: GradientBackend, model: torch.nn.Module, made_up: Callable[[int], Batch], expected: float
+) -> int:
+    """The number of rows of whose multiples a piece may be: 8 for a small batch, if the machine passes a check.
+
+    One made-up row stands at all places of a batch of 8 rows, and of 24. Its gradient norms must be the same to the
+    last bit. They are sums over all numbers of the gradient, so hardly any difference in rounding is missed.
+    """
+    if expected > _SMALL_BATCH or not isinstance(backend, Tunable):
+        return GROUP
+    some = made_up(_TRIED)
+    with without_dropout(model), unchanged_views():
+        for row in range(_TRIED):
+            for rows in (_SMALL_GROUP, GROUP + _SMALL_GROUP):
+                norms = backend.norms(take_rows(some, torch.full((rows,), row)))
+                if not ((norms == norms[0]) & (norms > _LEAST_NORM) & torch.isfinite(norms)).all():
+                    return GROUP
+    return _SMALL_GROUP
 
 
 def default_rows(model: torch.nn.Module, expected: float) -> int:
     """An eighth of the expected batch, if memory allows: larger pieces would mean more padding."""
-    return min(_GROUP * math.ceil(expected / (8 * _GROUP)), most_rows(model))
+    return min(GROUP * math.ceil(expected / (8 * GROUP)), most_rows(model))
 
 
 def expected_pieces(rows: int, expected: float, sampling_rate: float) -> float:
@@ -62,7 +87,12 @@ def expected_pieces(rows: int, expected: float, sampling_rate: float) -> float:
 
 
 def fastest_rows(
-    backend: GradientBackend, model: torch.nn.Module, made_up: Callable[[int], Batch], plan: PrivacyPlan, share: float
+    backend: GradientBackend,
+    model: torch.nn.Module,
+    made_up: Callable[[int], Batch],
+    plan: PrivacyPlan,
+    share: float,
+    group: int = GROUP,
 ) -> int:
     """The number for which a step is fastest, padding included: measured on made-up rows and remembered.
 
@@ -71,19 +101,21 @@ def fastest_rows(
     if not isinstance(backend, Tunable):
         return default_rows(model, share * plan.expected_batch_size)
     shapes = [(tuple(t.shape), t.dtype) for t in (*trainable(model), *batch_leaves(made_up(1)))]
-    key = (*shapes, plan.expected_batch_size, plan.sampling_rate, share, torch.get_num_threads())
+    key = (*shapes, plan.expected_batch_size, plan.sampling_rate, share, group, torch.get_num_threads())
     if key not in _measured:
-        most = max(_GROUP, most_rows(model))  # a backend with a choice of ways need not hold a gradient for each row
-        _measured[key] = _fastest(backend, made_up, plan, share, most)
+        most = max(GROUP, most_rows(model))  # a backend with a choice of ways need not hold a gradient for each row
+        _measured[key] = _fastest(backend, made_up, plan, share, most, group)
     return _measured[key]
 
 
-def _fastest(backend: Any, made_up: Callable[[int], Batch], plan: PrivacyPlan, share: float, most: int) -> int:
+def _fastest(
+    backend: Any, made_up: Callable[[int], Batch], plan: PrivacyPlan, share: float, most: int, group: int
+) -> int:
     """From small to large, until steps have become clearly slower twice, or measuring costs too much of the plan."""
     costs: dict[int, float] = {}
     expected, started = share * plan.expected_batch_size, time.monotonic()
     adding = Adding.of(plan.expected_batch_size, plan.sampling_rate)
-    for rows in _sizes(expected, plan.sampling_rate, most):
+    for rows in _sizes(expected, plan.sampling_rate, most, group):
         batch = made_up(rows)
         backend.tune(batch, adding)
         seconds = _seconds(backend, batch, adding)
@@ -100,11 +132,11 @@ def _fastest(backend: Any, made_up: Callable[[int], Batch], plan: PrivacyPlan, s
     return next(rows for rows, cost in costs.items() if cost <= 1.05 * min(costs.values()))
 
 
-def _sizes(expected: float, sampling_rate: float, most: int) -> list[int]:
+def _sizes(expected: float, sampling_rate: float, most: int, group: int) -> list[int]:
     """Sizes to try: up to the first that takes nearly every batch in one piece, which is itself one of them."""
     spread = math.sqrt(expected * (1 - sampling_rate))
-    whole = padded_rows(math.ceil(expected + 2.5 * spread))
-    return sorted({min(size, whole, most) for size in (*_SIZES, whole)})
+    whole = padded_rows(max(2, math.ceil(expected + 2.5 * spread)), group)
+    return sorted({min(size, whole, most) for size in (group, *_SIZES, whole)})
 
 
 def _seconds(backend: GradientBackend, batch: Batch, adding: Adding) -> float:

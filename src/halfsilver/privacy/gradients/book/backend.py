@@ -59,6 +59,12 @@ class BookKeeping:
         with tuning(adding):
             self.clipped_sum(batch, 1.0, adding=adding)
 
+    def norms(self, batch: Batch) -> Tensor:
+        """Of the gradient of each row, before it is clipped."""
+        rows, groups = batch_rows(batch), _groups(self._contributions(batch))
+        squared, _ = _totals(groups, rows, trainable(self._model)[0].device, Adding.once(rows))
+        return squared.sqrt()
+
     def clipped_sum(
         self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
     ) -> ClippedSum:
