@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
 import sys
 import threading
@@ -165,4 +166,5 @@ def test_the_memory_of_freed_tensors_is_used_again() -> None:
 
     large, small, kept = 1 << 24, 1 << 22, str(1 << 28)  # numbers of 4 bytes
     assert 4 * faults(large, "keep") < faults(large, "leave")
-    assert 4 * faults(small, "keep", kept) < faults(small, "leave")
+    given_back = 16 * 4 * 4 * small // resource.getpagesize()  # what glibc does with them by itself is not always so
+    assert 100 * faults(small, "keep", kept) < given_back
