@@ -485,6 +485,27 @@ def test_whatever_is_written_is_put_back(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", WRITES)
+@pytest.mark.parametrize("between", WRITES)
+def test_a_second_record_notes_what_was_done_since_the_first(between: str, what: str) -> None:
+    """Also where it need not walk through the model again."""
+    model = model_with_everything()
+    state = ModelState(model)
+    state.record()
+    state.put_back(values=True)
+    WRITES[between](model)
+    if between in ("module added", "module exchanged"):
+        with pytest.raises(ConfigError, match="the same modules"):
+            state.record()
+        return
+    state.record()
+    before = facts(model)
+    assert state.put_back(values=True) == []
+    WRITES[what](model)
+    state.put_back(values=True)
+    assert facts(model) == before
+
+
+@pytest.mark.parametrize("what", WRITES)
 def test_versions_show_all_writes_but_those_past_autograd(what: str) -> None:
     """And notes in attributes, which are put back without a word."""
     model = model_with_everything()

@@ -91,6 +91,7 @@ class ModelState:
         self._generators: list[tuple[str, Any, Any]] = []
         self._tensors: list[_Tensor] = []
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._walked = False
 
     @torch.no_grad()
     def record(self) -> None:
@@ -98,8 +99,24 @@ class ModelState:
 
         Raises `ConfigError` if the model has other modules than it had then, or a tensor that cannot be written back.
         """
+        if self._walked and self._built_alike():
+            self._tensors = [self._noted(t.name, t.tensor) for t in self._tensors]
+            self._generators = [(name, g, _reader(g)[0](g)) for name, g, _ in self._generators]
+        else:
+            self._walk()
+        self._copies = {id(t.tensor): (t.memory, t.values) for t in self._tensors}
+        self._read_versions()
+
+    def _built_alike(self) -> bool:
+        """Whether modules and containers hold the very objects of the last record: a walk would find the same."""
+        return all(_is_unchanged(module) for module in self._modules) and all(
+            _same(container, copy) for _, container, copy, _ in self._containers
+        )
+
+    def _walk(self) -> None:
         if [id(module) for module in self._model.modules()] != [id(module) for _, module in self._named]:
             raise ConfigError("Expected the model to have the same modules as at the start. Make a new Trainer.")
+        self._walked = False
         self._modules, self._containers, self._generators, self._tensors = [], [], [], []
         seen: set[int] = set()
         for name, t in (*self._model.named_parameters(), *self._model.named_buffers()):
@@ -108,8 +125,7 @@ class ModelState:
             if module.training is not mode:  # a callback may have left it in another
                 module.training = mode
         self._note("", self._model, seen)
-        self._copies = {id(t.tensor): (t.memory, t.values) for t in self._tensors}
-        self._read_versions()
+        self._walked = True
 
     def _note(self, place: str, value: Any, seen: set[int], *, held: bool = False) -> None:
         if id(value) in seen:
@@ -210,6 +226,15 @@ def untouched(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         state.put_back(values=True)
+
+
+def _is_unchanged(noted: _Module) -> bool:
+    module = noted.module
+    return (
+        type(module) is noted.kind
+        and _same_items(vars(module), noted.attributes)
+        and all(getattr(module, key, None) is value for key, value in noted.slots.items())
+    )
 
 
 def _put_module_back(noted: _Module) -> list[str]:
