@@ -284,6 +284,30 @@ def test_ten_million_normals_cost_at_most_three_randn() -> None:
     assert statistics.median(ratios) < 3, ratios
 
 
+def test_several_threads_draw_larger_blocks_but_a_seed_gives_what_it_gives() -> None:
+    total = ClippedSum([torch.zeros(5 * BLOCK // 2, dtype=torch.float64)], 1.0)
+    sizes: list[int] = []
+
+    class Counted:
+        is_private = True
+
+        def words(self, n: int) -> torch.Tensor:
+            sizes.append(n)
+            return OsEntropy().words(n)
+
+    threads = torch.get_num_threads()
+    try:
+        released = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            released.append(add_noise(total, 1.0, UnsafeSeed(3)).pop())
+            add_noise(total, 1.0, Counted())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*released)
+    assert [n for n in sizes if n >= BLOCK // 2] == [BLOCK, BLOCK, BLOCK // 2, 2 * BLOCK, BLOCK // 2]
+
+
 def test_every_draw_mixes_in_new_bytes_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfsilver.privacy.entropy.os.urandom", bytes)
     mixed: list[bytes] = []

@@ -74,8 +74,8 @@ def uniform(entropy: Entropy, n: int) -> Tensor:
     return ((entropy.words(n) >> 11) & (2**53 - 1)).add_(1).double().mul_(2.0**-53)
 
 
-def normal_blocks(entropy: Entropy, n: int, scale: float) -> Iterator[tuple[int, Tensor]]:
-    """Yield `n` float64 normals of standard deviation `scale`, one block at a time with its start.
+def normal_blocks(entropy: Entropy, n: int, scale: float, size: int = BLOCK) -> Iterator[tuple[int, Tensor]]:
+    """Yield `n` float64 normals of standard deviation `scale`, `size` at a time with the place of the first.
 
     The next block overwrites the memory of the last one.
 
@@ -94,18 +94,18 @@ def normal_blocks(entropy: Entropy, n: int, scale: float) -> Iterator[tuple[int,
         - Box and Muller 1958, A Note on the Generation of Random Normal Deviates, Annals of Mathematical Statistics
           29(2).
     """
-    most = (min(BLOCK, n) + 1) // 2
+    most = (min(size, n) + 1) // 2
     block, radii, angles = (torch.empty(k, dtype=torch.float64) for k in (2 * most, most, most))
-    for start in range(0, n, BLOCK):
-        size = min(BLOCK, n - start)
-        half = (size + 1) // 2
+    for start in range(0, n, size):
+        count = min(size, n - start)
+        half = (count + 1) // 2
         words, radius, angle = entropy.words(2 * half), radii[:half], angles[:half]
         radius.copy_(words[:half]).abs_().mul_(2.0**-63)  # in [0, 1]
         _log(radius, words, entropy).mul_(-2 * scale**2).sqrt_()
         angle.copy_(words[half:]).mul_(math.pi * 2.0**-63)
         torch.cos(angle, out=block[:half]).mul_(radius)
         torch.sin(angle, out=block[half : 2 * half]).mul_(radius)
-        yield start, block[:size]
+        yield start, block[:count]
 
 
 def _log(share: Tensor, words: Tensor, entropy: Entropy) -> Tensor:

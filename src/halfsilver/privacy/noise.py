@@ -163,7 +163,9 @@ def _release(
 ) -> None:
     """From sum to release in units of the grid, where each number is an integer and addition is exact."""
     tame = bool(torch.linalg.vector_norm(total) < _EXACT * g)  # not if NaN
-    for start, noise in normal_blocks(entropy, len(total), steps):
+    # Each thread of PyTorch keeps a block of its own in its cache. A seed gives one sequence for any number of them.
+    size = BLOCK * torch.get_num_threads() if entropy.is_private else BLOCK
+    for start, noise in normal_blocks(entropy, len(total), steps, size):
         fresh = noise.round_().to(total.device)
         added = fresh if chain is None else chain.follow(fresh, first + start)
         block = slice(start, start + len(noise))
@@ -176,5 +178,5 @@ def on_grid(values: Tensor, g: float, *, tame: bool = False) -> Tensor:
     Clamping to the exact range is 1-Lipschitz, so it cannot raise the sensitivity. The mechanism passes only finite
     sums. A NaN from elsewhere becomes 0, because publishing it would reveal more. `tame` values need neither step.
     """
-    scaled = values.to(torch.float64, copy=True).mul_(1 / g)
+    scaled = values.double() * (1 / g)
     return (scaled if tame else scaled.nan_to_num_(nan=0.0).clamp_(-_EXACT, _EXACT)).round_()
