@@ -168,3 +168,24 @@ def test_the_memory_of_freed_tensors_is_used_again() -> None:
     assert 4 * faults(large, "keep") < faults(large, "leave")
     given_back = 16 * 4 * 4 * small // resource.getpagesize()  # what glibc does with them by itself is not always so
     assert 100 * faults(small, "keep", kept) < given_back
+
+
+_GIVEN_BACK = """
+import pathlib, torch
+from halfsilver._core import system
+def resident():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+system.keep_freed_memory()
+before = resident()
+[torch.ones(1 << 22) for _ in range(8)]
+kept = resident() - before
+system.give_back_freed_memory()
+print(kept, resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to give memory back")
+def test_memory_that_was_kept_can_be_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", _GIVEN_BACK], check=True, capture_output=True)
+    kept, left = (int(n) for n in done.stdout.split())  # pages, of which the tensors took 128 MB
+    assert 10 * left < kept > 2**27 / resource.getpagesize() / 2

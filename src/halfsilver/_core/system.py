@@ -233,3 +233,13 @@ def keep_freed_memory(at_most: int | None = None) -> None:
     _keeps_all = at_most is None
     library.mallopt(*((_M_MMAP_MAX, 0) if _keeps_all else (_M_MMAP_THRESHOLD, _LARGEST_KEPT)))
     library.mallopt(_M_TRIM_THRESHOLD, -1 if at_most is None else at_most)
+
+
+def give_back_freed_memory() -> None:
+    """Return to the kernel what this process holds and does not use, after work that took more than what follows.
+
+    glibc alone offers that. Other C libraries are left as they are.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)

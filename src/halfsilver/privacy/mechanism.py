@@ -99,6 +99,7 @@ class PrivateGradient:
         if correlated and not correlated.order_kept and self.out.begun:
             # In another process the records may come in another order, and with it their turns.
             self.out.skip(correlated.participation(plan.max_releases).separation - 1)
+        system.give_back_freed_memory()  # larger pieces were measured than are used
 
     def release(self) -> Tensors:
         """One noisy mean gradient at the model's current parameters, in their dtypes and lying as they do.

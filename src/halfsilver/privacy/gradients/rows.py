@@ -28,7 +28,7 @@ _SMALL_GROUP, _SMALL_BATCH = 8, 64
 _TRIED, _LEAST_NORM = 2, 1e-9
 _SIZES = (16, 32, 64, 128, 256, 512)
 # Once a piece takes so long, larger ones have nothing left to gain, but take more memory.
-_LONG_SECONDS = 1.0
+_LONG_SECONDS = 0.25
 _ROUNDS = 4
 _LEAST_SECONDS, _SHARE_OF_PLAN = 1.0, 0.01
 
