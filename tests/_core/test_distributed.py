@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.runs.verify import verify
 from tests._core.distributed_worker import convolution, long_trainer, network, rows
+from tests.markdown import ROOT, blocks
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -318,3 +320,50 @@ def test_the_example_by_torchrun(tmp_path: Path) -> None:
     assert told["processes"] == 2
     assert told["accuracy"] > 0.8
     assert verify(tmp_path / "run")["finished"]
+
+
+def shell(command: str, folder: Path) -> subprocess.Popen[str]:
+    """A command of the page, with this Python's torchrun."""
+    torchrun = f'torchrun() {{ "{sys.executable}" -m torch.distributed.run "$@"; }}\n'
+    script = ["bash", "-ec", torchrun + command]
+    return subprocess.Popen(
+        script, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> list[str]:
+    """The lines that it printed, once it has ended well."""
+    try:
+        printed, said = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    return printed.splitlines()
+
+
+@pytest.mark.slow
+def test_the_page_on_one_machine_and_on_two(tmp_path: Path) -> None:
+    """Two agents of torchrun with folders of their own, on loopback, and the second one writes no run."""
+    page = ROOT / "docs" / "processes.md"
+    (start_here,) = (block.text for block in blocks(page, "bash"))
+    alone, *machines = (tmp_path / name for name in ("alone", "machine0", "machine1"))
+    for folder in (alone, *machines):
+        folder.mkdir()
+    (printed,) = ended(shell(start_here, alone))
+    assert printed.startswith("public images alone:")
+    assert verify(alone / "runs" / "digits")["finished"]
+    script = start_here.partition("torchrun")[0]
+    (text,) = (block.text for block in blocks(page, "text") if "--node-rank" in block.text)
+    text = text.replace("10.0.0.1", "127.0.0.1").replace("29500", str(free_port()))
+    commands = [line.partition(": ")[2] for line in text.splitlines()]
+    agents = [shell(script + command, folder) for command, folder in zip(commands, machines, strict=True)]
+    first, second = (ended(agent) for agent in agents)
+    assert (len(first), second) == (1, [])
+    assert verify(machines[0] / "runs" / "digits")["finished"]
+    assert [path.name for path in machines[1].iterdir()] == ["train.py"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
