@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import halfsilver as hs
+from halfsilver._core import forks
 from halfsilver._core.tensors import Batch, flatten, norm, trainable
 from halfsilver.errors import ConfigError
 from halfsilver.federated import Engine, InProcess, LocalTraining, PrivateUsers, Round
@@ -194,11 +195,11 @@ def test_a_fork_beside_torchs_threads_trains() -> None:
 
 
 def test_a_fork_that_cannot_train_is_an_error_before_any_row_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stuck(parent: int) -> None:
+    def stuck() -> None:
         time.sleep(60)
 
-    monkeypatch.setattr(workers, "_settle", stuck)
-    monkeypatch.setattr(workers, "_START_SECONDS", 0.2)
+    monkeypatch.setattr(workers, "_train_on_made_up_numbers", stuck)
+    monkeypatch.setattr(forks, "START_SECONDS", 0.2)
     with pytest.raises(ConfigError, match="cannot train"):
         total(Workers(PrivateUsers(Uneven()), LOCAL), asked(network(), [1]))
 

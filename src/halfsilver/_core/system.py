@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -214,6 +215,24 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def own_file_offsets() -> None:
+    """Give this fork its own place in every file that it has inherited for reading.
+
+    Else two forks that seek and read would each move the other's place, and read other bytes than they meant. Linux
+    alone offers that. Other systems are left as they are.
+    """
+    folder = Path("/proc/self/fd")
+    for fd in [int(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []:
+        with contextlib.suppress(OSError):  # what is no file, or closed by now
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if fd > 2 and stat.S_ISREG(os.fstat(fd).st_mode) and flags & os.O_ACCMODE != os.O_WRONLY:
+                place = os.lseek(fd, 0, os.SEEK_CUR)
+                again = os.open(folder / str(fd), flags | os.O_CLOEXEC)
+                os.lseek(again, place, os.SEEK_SET)
+                os.dup2(again, fd, inheritable=os.get_inheritable(fd))
+                os.close(again)
 
 
 def keep_freed_memory(at_most: int | None = None) -> None:

@@ -124,9 +124,11 @@ class PrivateTrainer:
         self._public = self._public_rows("public_dataset", public_dataset)
         self._eval = self._public_rows("eval_dataset", eval_dataset)
         self._private = self._rows(train_dataset)
-        if self._public is None and self._eval is not None and not isinstance(train_dataset, PrivateData):
+        if not isinstance(train_dataset, PrivateData):
             # The shapes of private records come from a public one.
-            self._private = PrivateData(self._private, example=PublicRows(self._eval).example())
+            alike = self._eval if self._public is None else None
+            example = None if alike is None else PublicRows(alike).example()
+            self._private = PrivateData(self._private, example=example, workers=args.dataloader_num_workers)
         self._loss = loss_fn or loss_of(model)
         self.plan = _plan(args, privacy)
         optimizer = _optimizer(model, args)

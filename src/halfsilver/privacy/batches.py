@@ -18,6 +18,7 @@ from halfsilver.privacy.copies import PublicCopies, as_private
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.read_ahead import ReadAhead
 from halfsilver.privacy.sampling import poisson_chunks, turn_chunks
 from halfsilver.privacy.strategies import Correlated
 
@@ -69,6 +70,8 @@ class PrivateBatches:
     def use(self, rows: int, padded: int) -> None:
         """Batches of so many rows, padded with made-up ones where fewer are left."""
         self.rows, self.padding = rows, self.made_up(padded if self.fixed_shape else 1)
+        if isinstance(self._records, ReadAhead):
+            self._records.start(self._schema, rows)
 
     def made_up(self, rows: int) -> Batch:
         """Rows of the private ones' form, made from public knowledge alone."""
@@ -93,8 +96,7 @@ class PrivateBatches:
     def examples(self, chunks: Iterable[Chunk]) -> Iterator[Batch]:
         """Batches of `rows` rows. Where rows are left out, the following ones move up as if those were never drawn."""
         held: Batch | None = None
-        for chunk in chunks:
-            batch = self.fetch(chunk)
+        for batch in self._fetched(chunks):
             held = batch if held is None else _joined(held, batch)
             if batch_rows(held) >= self.rows or not self.fixed_shape:
                 full, held = _cut(held, self.rows)
@@ -110,9 +112,20 @@ class PrivateBatches:
             for user in members:
                 batches = (self.fetch(rows) for rows in self._users.rows(user, self.rows))
                 yield (batch for batch in batches if batch_rows(batch))
+                if isinstance(self._records, ReadAhead):
+                    self._records.require_readers()  # that they are gone is no record's doing, and must be heard
 
     def fetch(self, chunk: Chunk) -> Batch:
-        return self._to_device(self._copies.left_out_of(self._records.fetch(chunk, self._schema)))
+        return self._prepared(self._records.fetch(chunk, self._schema))
+
+    def _fetched(self, chunks: Iterable[Chunk]) -> Iterator[Batch]:
+        """The rows of each chunk in turn, and read ahead where the records can be."""
+        if isinstance(self._records, ReadAhead):
+            return map(self._prepared, self._records.fetch_all(chunks, self._schema, self.rows))
+        return map(self.fetch, chunks)
+
+    def _prepared(self, batch: Batch) -> Batch:
+        return self._to_device(self._copies.left_out_of(batch))
 
     def padded(self, batch: Batch, rows: int) -> Batch:
         """A copy of the batch, with made-up rows up to the one shape of all batches.

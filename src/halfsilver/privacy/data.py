@@ -20,6 +20,7 @@ from halfsilver._core.given import as_data
 from halfsilver._core.tensors import Batch, batch_rows, take_rows
 from halfsilver.errors import PrivateDataError, require
 from halfsilver.privacy.mapped import MappedRecords, Transform
+from halfsilver.privacy.read_ahead import ReadAhead
 from halfsilver.privacy.recognise import shares_rows
 from halfsilver.privacy.schema import Schema, plain, require_plain
 from halfsilver.privacy.silence import silent
@@ -48,8 +49,12 @@ class PrivateData:
         example: One made-up record that shows the structure, shapes and dtypes. Default None, which takes them from the
             tensors or from the public data. Give it for a data set that is not made of tensors when there is no public
             data.
+        workers: How many processes read records of a data set while the model computes, at least 0. Default 0, which
+            reads them in the process that trains. The processes are forked when training starts. Tensors are in
+            memory, and are not read by others.
 
     Raises:
+        ConfigError: If `workers` is no number from 0 on.
         PrivateDataError: If `records` is an IterableDataset, if the columns are not tensors of equal
             length, or if a key is missing or cannot be compared by value.
 
@@ -67,10 +72,12 @@ class PrivateData:
         *,
         users: Keys | None = None,
         example: Any = None,
+        workers: int = 0,
     ) -> None:
         if isinstance(records, PrivateData):
             raise PrivateDataError("This is a PrivateData handle already; pass it on as it is.")
-        self.__records, self.__given = _as_records(records), records
+        require(type(workers) is int and workers >= 0, "workers", workers, "to be a whole number, at least 0")
+        self.__records, self.__given = _as_records(records, workers), records
         self.__users = None if users is None else _Users.from_keys(users)
         if users is not None and len(users) != self.__records.size():
             raise PrivateDataError("Expected one user key for each private record.")
@@ -396,8 +403,12 @@ def _require_keys(found: bool) -> None:
         )
 
 
-def _as_records(records: Any) -> Records:
-    records = as_data(records)
+def _as_records(records: Any, workers: int) -> Records:
+    found = _records_here(as_data(records))
+    return ReadAhead(found, workers) if workers and isinstance(found, _DatasetRecords) else found
+
+
+def _records_here(records: Any) -> Records:
     if isinstance(records, IterableDataset):
         raise PrivateDataError(
             "Poisson sampling needs rows by index; an IterableDataset has none. Pass a map-style set."

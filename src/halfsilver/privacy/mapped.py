@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from halfsilver._core.random import own_randomness
 from halfsilver._core.tensors import Batch, batch_rows, map_batch, take_rows
 from halfsilver.errors import ConfigError, PrivateDataError
+from halfsilver.privacy.read_ahead import ReadAhead
 from halfsilver.privacy.schema import Schema, oddity
 from halfsilver.privacy.silence import silent
 
@@ -65,6 +66,8 @@ class MappedRecords:
             empty = take_rows(_with(self._made_up, self._column, self._example), slice(0, 0))
             batches = [empty, *(batch for batch, _ in parts)]
             usable = [torch.zeros(0, dtype=torch.bool), *(good for _, good in parts)]
+            if isinstance(self._source, ReadAhead):
+                self._source.close()  # everything is read
             self._kept = pytree.tree_map(lambda *pieces: torch.cat(pieces), *batches), torch.cat(usable)
         return self._kept
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from halfsilver._core.model_state import untouched
+from halfsilver._core.random import own_randomness
 from halfsilver._core.tensors import LossFn, batch_rows, map_batch, trainable
 from halfsilver.privacy.data import PrivateData
 
@@ -37,7 +38,7 @@ def mean_not_private(
     schema = private._schema(example)
     device = trainable(model)[0].device
     total, count = 0.0, 0
-    with untouched(model):
+    with untouched(model), own_randomness(0, [device]):
         for start in range(0, records.size(), rows):
             batch = records.fetch(slice(start, min(start + rows, records.size())), schema)
             batch = map_batch(lambda t: t.to(device), batch)

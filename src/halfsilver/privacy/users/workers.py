@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import warnings
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from mmap import mmap
-from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self, final
@@ -20,7 +15,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from halfsilver._core import system
+from halfsilver._core.forks import Fork, shared
 from halfsilver._core.local_training import LocalTraining
 from halfsilver._core.tensors import LossFn, Tensors, trainable
 from halfsilver.errors import ConfigError, require
@@ -28,7 +23,6 @@ from halfsilver.privacy.users.engine import Contribution, Round, around, update_
 from halfsilver.privacy.users.fold import Fold
 from halfsilver.privacy.users.stores.base import PrivateUsers, UserStore, require_unchanged
 
-_START_SECONDS = 60.0
 _PIECES = 4  # of what is left of a round, for each worker: large at first, single users at the end
 _LARGEST_PIECE = 32
 
@@ -44,9 +38,8 @@ class Workers:
     Workers start with the first round. They end with `close`, with a ``with`` block, with this object or with the
     process, also if it is killed. They start again when another round is requested.
 
-    Workers are forked, so neither the model nor the rows have to be serialised. A fork does not copy torch's threads,
-    and a parallel region would wait for them forever. So a worker uses one thread, and it must train on made-up numbers
-    before it is given a user. Models on a GPU cannot be forked; use `InProcess` for them.
+    Workers are forked, so neither the model nor the rows have to be serialised. A worker uses one thread, and it must
+    train on made-up numbers before it is given a user. Models on a GPU cannot be forked; use `InProcess` for them.
 
     Args:
         users: The private users.
@@ -180,8 +173,8 @@ class _Job:
             local=local,
             modes=_modes(round.model),
             state=state,
-            shared=[_shared(t) for t in state],
-            centre=None if round.centre is None else [_shared(t) for t in round.centre],
+            shared=[shared(t) for t in state],
+            centre=None if round.centre is None else [shared(t) for t in round.centre],
         )
 
     def serves(self, round: Round) -> bool:
@@ -206,8 +199,8 @@ class _Slot:
     def __init__(self, job: _Job) -> None:
         self._job = job
         self.fold = Fold(trainable(job.model), job.max_grad_norm)
-        self.fold.total.tensors[:] = [_shared(t) for t in self.fold.total.tensors]
-        self._begun = _shared(torch.zeros(1, dtype=torch.int64))  # how many of the users given it has begun
+        self.fold.total.tensors[:] = [shared(t) for t in self.fold.total.tensors]
+        self._begun = shared(torch.zeros(1, dtype=torch.int64))  # how many of the users given it has begun
         self.given: list[int] = []
         self.asked = 0
         self._start()
@@ -220,15 +213,12 @@ class _Slot:
     def give(self, users: list[int], seed: int) -> None:
         self.given, self.asked = users, self.asked + len(users)
         self._begun.zero_()
-        with contextlib.suppress(OSError):  # it is dead, which the next wait finds
-            self.connection.send_bytes(array("q", [seed, *users]).tobytes())
+        self._fork.send(array("q", [seed, *users]).tobytes())
 
     def take_back(self) -> list[int]:
         """Called when the worker has answered or died: the users that it was given and has not begun."""
         rest: list[int] = []
-        try:
-            self.connection.recv_bytes()
-        except (EOFError, OSError):
+        if self._fork.answer() is None:
             rest = self.given[int(self._begun) :]
             self.asked -= len(rest)
             self.end()
@@ -238,43 +228,27 @@ class _Slot:
         return rest
 
     def _start(self) -> None:
-        self.connection, theirs = Pipe()
-        self._process = get_context("fork").Process(target=self._work, args=(theirs, os.getpid()), daemon=True)
-        with warnings.catch_warnings():  # newer Pythons warn of a fork beside threads; `await_start` is the answer
-            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-            self._process.start()
-        theirs.close()  # else its end of the pipe would stay open when it dies
+        self._fork = Fork(self._work, _train_on_made_up_numbers)
+        self.connection = self._fork.connection
 
     def await_start(self) -> None:
         """Return once the worker has trained on made-up numbers. No private row has been read by then."""
-        with contextlib.suppress(EOFError, OSError):
-            if self.connection.poll(_START_SECONDS):
-                self.connection.recv_bytes()
-                return
-        self.end()
-        raise ConfigError(
-            "A worker process that was forked from this one cannot train, as happens once a GPU has been used. Train "
-            "users by InProcess, or keep GPUs from this process with CUDA_VISIBLE_DEVICES=''."
-        )
+        if not self._fork.is_ready():
+            raise ConfigError(
+                "A worker process that was forked from this one cannot train, as happens once a GPU has been used. "
+                "Train users by InProcess, or keep GPUs from this process with CUDA_VISIBLE_DEVICES=''."
+            )
 
     def end(self) -> None:
-        self._process.kill()  # it has nothing to put in order
-        self._process.join()
-        self.connection.close()
+        self._fork.end()
 
-    def _work(self, connection: Connection, parent: int) -> None:
-        """What the worker does until it is killed. Says nothing: an error could tell of a user's rows."""
-        try:
-            _settle(parent)
-            connection.send_bytes(b"ready")
-            while True:
-                seed, *users = array("q", connection.recv_bytes())
-                self._job.receive()
-                for user in users:
-                    self._add(user, seed)
-                connection.send_bytes(b"done")
-        except BaseException:
-            os._exit(1)
+    def _work(self, connection: Connection) -> None:
+        while True:
+            seed, *users = array("q", connection.recv_bytes())
+            self._job.receive()
+            for user in users:
+                self._add(user, seed)
+            connection.send_bytes(b"done")
 
     def _add(self, user: int, seed: int) -> None:
         """Killed within the last line, it leaves some coordinates of a clipped update: no more than the whole."""
@@ -285,12 +259,7 @@ class _Slot:
             self.fold.add(Contribution(around(update, job.centre)))
 
 
-def _settle(parent: int) -> None:
-    """Make a process of its own out of the copy that a fork is, and try whether it works."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is asked to stop, and sees to the workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    system.end_with_parent(parent)
-    torch.set_num_threads(1)
+def _train_on_made_up_numbers() -> None:
     weight = torch.ones(64, 64, requires_grad=True)
     (torch.ones(256, 64) @ weight).relu().sum().backward()  # type: ignore[no-untyped-call]
 
@@ -314,10 +283,3 @@ def _modes(model: nn.Module) -> list[bool]:
 def _copy(source: Sequence[Tensor], target: Tensors) -> None:
     for s, t in zip(source, target, strict=True):
         t.copy_(s)
-
-
-def _shared(like: Tensor) -> Tensor:
-    """Zeros in memory that forks share. It has no name, so nothing is left of it, however the processes end."""
-    size = like.numel()
-    memory = torch.frombuffer(mmap(-1, max(1, size) * like.element_size()), dtype=like.dtype)
-    return memory[:size].view(like.shape)
