@@ -1,4 +1,4 @@
-"""How a private step grows: time and memory against parameters, batch, sequence length and processes.
+"""How a private step grows: time and memory against parameters, batch, sequence length, records and processes.
 
     python -m benchmarks.speed.scale                       measures, and writes the picture and the figures
     python -m benchmarks.speed.scale --plot                draws the picture again from the figures
@@ -38,6 +38,7 @@ SWEEPS: dict[str, list[tuple[int, int, int]]] = {
     "batch": [(WIDTH, rows, TOKENS) for rows in (8, 32, 128, 512)],
     "sequence length": [(WIDTH, ROWS, tokens) for tokens in (16, 64, 256, 512)],
 }
+RECORDS = (10_000, 1_000_000, 100_000_000)
 CONTENDERS = ("plain", "halfsilver", "opacus_hooks")
 COLOURS = {"plain": "#888888", "halfsilver": "#0b6e99", "opacus_hooks": "#c8553d", "ddp": "#0b6e99", "fsdp": "#6a9f58"}
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found["rows"] = [row for row in found["rows"] if row["model"] != args.again] + new
         FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     elif not args.plot:
-        rows = [row for name in SWEEPS for row in _sweep(name, args.reps)]
+        rows = [row for name in SWEEPS for row in _sweep(name, args.reps)] + _records(args.reps)
         found = {"rows": rows, "processes": _processes(args.reps), **circumstances(threads=1, reps=args.reps)}
         FIGURES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(json.loads(FIGURES.read_text(encoding="utf-8")), PICTURE)
@@ -79,6 +80,21 @@ def _sweep(name: str, reps: int, only: str | None = None) -> list[Row]:
     return rows
 
 
+def _records(reps: int) -> list[Row]:
+    """Each number in a process of its own, because of its memory."""
+    rows: list[Row] = []
+    for records in RECORDS:
+        command = [sys.executable, "-m", "benchmarks.speed.population", "--records", str(records)]
+        done = subprocess.run([*command, "--reps", str(2 * reps)], check=True, cwd=ROOT, stdout=subprocess.PIPE)
+        found = json.loads(done.stdout)
+        for contender, seconds in found["seconds"].items():
+            ratio = seconds / found["seconds"]["plain"]
+            peak = {} if contender == "plain" else {"peak_mb": found["peak_mb"]}
+            row = {"sweep": "records", "x": records, "contender": contender, "ratio": ratio, "seconds": seconds}
+            rows.append({**row, "model": f"records-{records}", "reps": found["reps"], **peak})
+    return rows
+
+
 def _processes(reps: int) -> list[Row]:
     """On this machine's cores, the same batch spread over more processes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -98,15 +114,15 @@ def draw(found: Row, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "halfsilver"
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(2, 4, figsize=(13, 5.6), layout="constrained")
-    for column, name in enumerate(SWEEPS):
+    figure, axes = plt.subplots(2, 5, figsize=(15.5, 5.6), layout="constrained")
+    for column, name in enumerate((*SWEEPS, "records")):
         rows = [row for row in found["rows"] if row["sweep"] == name]
         for i, (field, label) in enumerate((("seconds", "seconds a step"), ("peak_mb", "memory above idle, MB"))):
             _lines(axes[i, column], rows, field)
             axes[i, column].set(xlabel=name, ylabel=label if column == 0 else "")
     axes[0, 0].legend(frameon=False)
-    _bars(axes[0, 3], found["processes"], "ratio", "private over plain, same processes")
-    _bars(axes[1, 3], found["processes"], "seconds", "seconds a step, whole batch")
+    _bars(axes[0, 4], found["processes"], "ratio", "private over plain, same processes")
+    _bars(axes[1, 4], found["processes"], "seconds", "seconds a step, whole batch")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
@@ -117,9 +133,13 @@ def _lines(axis: Any, rows: list[Row], field: str) -> None:
         if points:
             axis.loglog(*zip(*points, strict=True), marker="o", ms=4, color=COLOURS[contender], label=contender)
     ticks = sorted({row["x"] for row in rows})
-    axis.set_xticks(ticks, [f"{x / 1e6:.1f}M" if x > 10_000 else str(x) for x in ticks])
+    axis.set_xticks(ticks, [_short(x) for x in ticks])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
+
+
+def _short(x: int) -> str:
+    return f"{x / 1e6:.2g}M" if x > 10_000 else str(x)
 
 
 def _bars(axis: Any, rows: list[Row], field: str, label: str) -> None:
