@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfsilver._core import system
 from halfsilver._core.averaging import Average, AverageKind, copy_to
 from halfsilver._core.distributed import World
 from halfsilver._core.random import own_randomness
@@ -337,7 +338,7 @@ class Trainer:
             run_dir = self._world.from_lead(lambda: tempfile.mkdtemp(prefix="halfsilver-"))
             if self._world.leads:
                 _log.warning("No run_dir was given. Checkpoint, ledger and statement are in %s.", run_dir)
-        with caught_signal() as came:
+        with caught_signal() as came, system.freed_memory_kept():
             with self._shaped(public) as public:
                 result = self._fit(private, public, run_dir, ledger, delta, test, test_every, check_usable, came)
             self._export(result.run_dir)

@@ -146,8 +146,11 @@ def test_other_platforms_are_refused_with_a_way_out(tmp_path: Path, monkeypatch:
 _FAULTS = """
 import resource, sys, torch
 from halfsilver._core import system
-if sys.argv[1] != "leave":
-    system.keep_freed_memory(*(int(n) for n in sys.argv[2:]))
+if sys.argv[1] == "keep":
+    system.keep_freed_memory()
+if sys.argv[1] == "block":
+    block = system.freed_memory_kept()
+    block.__enter__()
 def faults(blocks):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(blocks):
@@ -164,10 +167,10 @@ def test_the_memory_of_freed_tensors_is_used_again() -> None:
         code = _FAULTS.replace("SIZE", str(size))
         return int(subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True).stdout)
 
-    large, small, kept = 1 << 24, 1 << 22, str(1 << 28)  # numbers of 4 bytes
-    assert 4 * faults(large, "keep") < faults(large, "leave")
-    given_back = 16 * 4 * 4 * small // resource.getpagesize()  # what glibc does with them by itself is not always so
-    assert 100 * faults(small, "keep", kept) < given_back
+    size = 1 << 24  # numbers of 4 bytes
+    left = faults(size, "leave")
+    assert 4 * faults(size, "keep") < left
+    assert 4 * faults(size, "block") < left
 
 
 _GIVEN_BACK = """
@@ -175,17 +178,21 @@ import pathlib, torch
 from halfsilver._core import system
 def resident():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-system.keep_freed_memory()
 before = resident()
-[torch.ones(1 << 22) for _ in range(8)]
-kept = resident() - before
-system.give_back_freed_memory()
-print(kept, resident() - before)
+with system.freed_memory_kept():
+    [torch.ones(1 << 24) for _ in range(4)]
+    kept = resident() - before
+left = resident() - before
+[torch.ones(1 << 24) for _ in range(4)]
+print(kept, left, resident() - before)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to give memory back")
-def test_memory_that_was_kept_can_be_given_back() -> None:
+def test_memory_that_was_kept_is_given_back_after_the_block() -> None:
+    """And no more is kept from then on."""
     done = subprocess.run([sys.executable, "-c", _GIVEN_BACK], check=True, capture_output=True)
-    kept, left = (int(n) for n in done.stdout.split())  # pages, of which the tensors took 128 MB
-    assert 10 * left < kept > 2**27 / resource.getpagesize() / 2
+    kept, left, later = (int(n) for n in done.stdout.split())  # pages, of which the tensors took 256 MB
+    assert kept > 2**28 / resource.getpagesize() / 2
+    assert 10 * left < kept
+    assert 10 * later < kept

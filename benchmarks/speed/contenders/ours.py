@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.speed.contenders.base import NOISE_MULTIPLIER, Named, Options
 from benchmarks.speed.models import Workload
 from halfsilver import FirstOrder, PrivacyPlan
+from halfsilver._core import system
 from halfsilver._core.tensors import Tensors, take_rows, trainable
 from halfsilver.mirror import Clock, PublicLoss, Step
 from halfsilver.privacy.data import PrivateData
@@ -36,6 +37,9 @@ class Ours:
 
     def __init__(self, workload: Workload, model: nn.Module, options: Options) -> None:
         self._model, self._workload = model, workload
+        memory = system.freed_memory_kept()  # as in `Trainer.fit`
+        memory.__enter__()
+        weakref.finalize(self, memory.__exit__, None, None, None)
         self._expected = self._private_rows()
         folder = Path(tempfile.mkdtemp(prefix="halfsilver-speed-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)

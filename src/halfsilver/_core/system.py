@@ -30,8 +30,7 @@ Writer = Callable[[BinaryIO], None]
 
 _PARENT_ASKED_EVERY = 0.2
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's <malloc.h>
-_LARGEST_KEPT = 2**25  # bytes of a block; glibc takes no more
-KEPT = 2**30  # bytes of freed memory that a process of a user keeps
+_MMAP_MAX, _MMAP_THRESHOLD = 65_536, 2**25  # as glibc has them in a process that has freed large blocks
 _keeps_all = False
 
 
@@ -235,30 +234,51 @@ def own_file_offsets() -> None:
                 os.close(again)
 
 
-def keep_freed_memory(at_most: int | None = None) -> None:
-    """Let this process keep the memory of tensors that are gone, for the tensors of the next step.
+def keep_freed_memory() -> None:
+    """Let this process hold on to its peak: the memory of tensors that are gone is for those of the next step.
 
     glibc gives large blocks back to the kernel, and each 4 KB of a new one costs a page fault. Other C libraries are
     left as they are.
-
-    Args:
-        at_most: Bytes to hold on to beside what is in use; blocks of 32 MB or more are given back as ever. Without it
-            the process holds on to its peak, which is for worker processes and not for those of a user.
     """
     global _keeps_all
-    library = ctypes.CDLL(None)
-    if _keeps_all or not hasattr(library, "gnu_get_libc_version"):
+    library = _glibc()
+    if library is not None:
+        _keeps_all = True
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+@contextlib.contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """The same for a block of code in a process of a user, which gets its memory back at the end.
+
+    Of what is free at the end of the heap, 1 GB is held on to.
+    """
+    library = _glibc()
+    if library is None or _keeps_all:
+        yield
         return
-    _keeps_all = at_most is None
-    library.mallopt(*((_M_MMAP_MAX, 0) if _keeps_all else (_M_MMAP_THRESHOLD, _LARGEST_KEPT)))
-    library.mallopt(_M_TRIM_THRESHOLD, -1 if at_most is None else at_most)
+    try:
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**30)
+        yield
+    finally:
+        library.mallopt(_M_MMAP_MAX, _MMAP_MAX)
+        library.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+        library.mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_THRESHOLD)
+        give_back_freed_memory()
 
 
 def give_back_freed_memory() -> None:
     """Return to the kernel what this process holds and does not use, after work that took more than what follows.
 
-    glibc alone offers that. Other C libraries are left as they are.
+    glibc alone offers that.
     """
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
+    library = _glibc()
+    if library is not None:
         library.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "gnu_get_libc_version") else None

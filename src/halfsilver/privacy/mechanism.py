@@ -65,7 +65,6 @@ class PrivateGradient:
         entropy: Entropy | None = None,
         world: World | None = None,
     ) -> None:
-        system.keep_freed_memory(at_most=system.KEPT)
         self.plan, self._performance = plan, performance or Performance()
         self._world, self._entropy = world or World(), entropy or OsEntropy()
         self._given, self._model = model, whole_model(model)

@@ -9,7 +9,6 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from halfsilver._core import system
 from halfsilver._core.distributed import World
 from halfsilver._core.tensors import Batch, LossFn, Tensors, trainable
 from halfsilver.errors import ConfigError, require
@@ -71,7 +70,6 @@ class UserUpdates:
                 f"Expected an engine that subtracts the centre of a round, such as InProcess, not "
                 f"{type(engine).__name__}. Leave out centre=."
             )
-        system.keep_freed_memory(at_most=system.KEPT)
         self._model, self._loss_fn, self._engine, self._step = model, loss_fn, engine, step
         self._centre = centre
         self._params, self.plan = trainable(model), plan
