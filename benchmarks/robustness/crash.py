@@ -54,6 +54,7 @@ PLAN = hs.PrivacyPlan(steps=400, spare_steps=100_000, sampling_rate=0.05, expect
 _BUFFERS = Buffered((0.98, 0.8, 0.3), (0.1, 0.1, 0.2))
 CORRELATED = replace(PLAN, spare_steps=400, noise=hs.Correlated(separation=20, strategy=_BUFFERS, order_kept=True))
 PLANS = {"independent": PLAN, "correlated": CORRELATED}
+_MOST_LIVES = 100  # without a kill in between
 _EVENTS = 100  # a life is at most about this long: some eight blocks with their checkpoints
 
 
@@ -84,8 +85,8 @@ def _witness(report: Callable[[Event], None]) -> None:
     drawn: list[str] = []
     blocks, noisy = entropy.normal_blocks, releases.Releases.noisy
 
-    def noted(source: entropy.Entropy, n: int, scale: float) -> Iterator[tuple[int, Tensor]]:
-        for start, block in blocks(source, n, scale):
+    def noted(source: entropy.Entropy, n: int, scale: float, size: int) -> Iterator[tuple[int, Tensor]]:
+        for start, block in blocks(source, n, scale, size):
             drawn.append(hashlib.sha256(block.numpy().tobytes()).hexdigest())
             yield start, block
 
@@ -212,7 +213,10 @@ class Harness:
 
     def kill_once(self) -> None:
         """Let runs go on until one has been killed."""
+        lives = iter(range(_MOST_LIVES))
         while not self._life():
+            if next(lives, None) is None:
+                raise RuntimeError(f"No run lived long enough to be killed: {self.tally.errors[-1:]}")
             pass
         self.tally.kills += 1
         root = self._folder / str(self.tally.kills)

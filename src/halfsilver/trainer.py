@@ -8,7 +8,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -338,7 +338,8 @@ class Trainer:
             run_dir = self._world.from_lead(lambda: tempfile.mkdtemp(prefix="halfsilver-"))
             if self._world.leads:
                 _log.warning("No run_dir was given. Checkpoint, ledger and statement are in %s.", run_dir)
-        with caught_signal() as came, system.freed_memory_kept():
+        reading = closing(private) if isinstance(private, PrivateData) else nullcontext()
+        with caught_signal() as came, system.freed_memory_kept(), reading:
             with self._shaped(public) as public:
                 result = self._fit(private, public, run_dir, ledger, delta, test, test_every, check_usable, came)
             self._export(result.run_dir)
@@ -561,7 +562,7 @@ class Trainer:
                 raise ConfigError("Expected a ledger, since this Trainer has not been fitted: evaluate(..., ledger=).")
 
         world.from_lead(open_ledger)
-        with eval_mode(self.model), self._state.average.in_place_of(trainable(self.model)):
+        with closing(private), eval_mode(self.model), self._state.average.in_place_of(trainable(self.model)):
             return release_metrics(
                 whole_model(self.model),
                 {"loss": self.loss_fn, **self.metrics},

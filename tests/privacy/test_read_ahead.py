@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,13 @@ def kills(i: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def both() -> Any:
+def both() -> Iterator[Any]:
     schema, data = Schema.of_record(EXAMPLE), Rows(raises)
     here, _ = PrivateData(data, example=EXAMPLE)._open()
-    return here, {workers: opened(data, workers) for workers in (1, 2, 3)}, schema
+    ahead = {workers: opened(data, workers) for workers in (1, 2, 3)}
+    yield here, ahead, schema
+    for records in ahead.values():
+        records.close()
 
 
 @settings(max_examples=60, deadline=None)
@@ -348,6 +351,7 @@ def test_readers_stay_from_step_to_step(unit: Any, tmp_path: Path) -> None:
         callbacks=[lambda report: seen.append(readers_of(records))],
     )
     trainer.fit(data, run_dir=tmp_path / "run")
+    assert workers_of(records) == []  # they end with training
     assert len(seen[0]) == 2
     assert seen == [seen[0]] * 4
 

@@ -117,6 +117,17 @@ class PrivateData:
         """
         return data is self or shares_rows(self.__given, data)
 
+    def close(self) -> None:
+        """End the processes that read records, if there are any. A later read starts new ones.
+
+        `Trainer` does so at the end of `fit`.
+
+        Example:
+            >>> PrivateData([torch.zeros(3)], workers=2).close()
+        """
+        if isinstance(self.__records, ReadAhead):
+            self.__records.close()
+
     def mapped(self, transform: Transform, *, column: int | str = 0, rows: int = 250) -> PrivateData:
         """Return a handle on features of the records, computed inside the boundary.
 

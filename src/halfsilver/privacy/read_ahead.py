@@ -52,7 +52,7 @@ class ReadAhead:
 
     Rows come back through memory that the processes share, in the form that the schema says, and of an answer only a
     number is read. So nothing that was made of a record is unpickled. All see the data set as it was at the start.
-    Workers end with this object, or with the process.
+    Workers end by `close`, with this object, or with the process.
     """
 
     def __init__(self, source: Source, workers: int) -> None:
