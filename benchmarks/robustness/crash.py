@@ -213,11 +213,11 @@ class Harness:
 
     def kill_once(self) -> None:
         """Let runs go on until one has been killed."""
-        lives = iter(range(_MOST_LIVES))
-        while not self._life():
-            if next(lives, None) is None:
-                raise RuntimeError(f"No run lived long enough to be killed: {self.tally.errors[-1:]}")
-            pass
+        for _ in range(_MOST_LIVES):
+            if self._life():
+                break
+        else:
+            raise RuntimeError(f"No run lived long enough to be killed: {self.tally.errors[-1:]}")
         self.tally.kills += 1
         root = self._folder / str(self.tally.kills)
         self._disk = self._disk.cut(root, self._chance if self._chance.random() < 0.5 else None)
