@@ -120,6 +120,8 @@ def draw(found: Row, path: Path) -> None:
         for i, (field, label) in enumerate((("seconds", "seconds a step"), ("peak_mb", "memory above idle, MB"))):
             _lines(axes[i, column], rows, field)
             axes[i, column].set(xlabel=name, ylabel=label if column == 0 else "")
+    for row in axes:
+        row[3].set_ylim(row[0].get_ylim())  # nothing grows with the records, and noise should look like noise
     axes[0, 0].legend(frameon=False)
     _bars(axes[0, 4], found["processes"], "ratio", "private over plain, same processes")
     _bars(axes[1, 4], found["processes"], "seconds", "seconds a step, whole batch")
@@ -139,7 +141,7 @@ def _lines(axis: Any, rows: list[Row], field: str) -> None:
 
 
 def _short(x: int) -> str:
-    return f"{x / 1e6:.2g}M" if x > 10_000 else str(x)
+    return str(x) if x <= 10_000 else f"{x / 1e6:.2g}M" if x < 1e7 else f"{x / 1e6:.0f}M"
 
 
 def _bars(axis: Any, rows: list[Row], field: str, label: str) -> None:
