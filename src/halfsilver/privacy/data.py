@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn, Protocol, final
+from typing import Any, ClassVar, NoReturn, final
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ from halfsilver.errors import PrivateDataError, require
 from halfsilver.privacy.mapped import MappedRecords, Transform
 from halfsilver.privacy.read_ahead import ReadAhead
 from halfsilver.privacy.recognise import shares_rows
+from halfsilver.privacy.records import Indices, Records
 from halfsilver.privacy.schema import Schema, plain, require_plain
 from halfsilver.privacy.silence import silent
 
-Indices = Tensor | slice
 Keys = Sequence[Any] | Tensor | np.ndarray[Any, Any]
 
 
@@ -88,7 +88,7 @@ class PrivateData:
         """Make a handle on records that the library reads in its own way; not for users.
 
         Args:
-            records: An object with the methods of `Records` in ``halfsilver.privacy.data``.
+            records: An object with the methods of `Records` in ``halfsilver.privacy.records``.
 
         Returns:
             A handle that behaves as any other.
@@ -229,20 +229,6 @@ def _fitting(schema: Schema, records: Records) -> Schema:
                 "both the same by select_columns."
             )
     return schema
-
-
-class Records(Protocol):
-    """Private rows inside the boundary.
-
-    `fixed_shape` says that every batch is padded to one shape; without it the backend must compute row by row.
-    """
-
-    @property
-    def fixed_shape(self) -> bool: ...
-    def size(self) -> int: ...
-    def schema(self) -> Schema | None: ...
-    def fetch(self, indices: Indices, schema: Schema) -> Batch: ...
-    def problem(self, index: int, schema: Schema) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -13,16 +13,12 @@ from halfsilver._core.random import own_randomness
 from halfsilver._core.tensors import Batch, batch_rows, map_batch, take_rows
 from halfsilver.errors import ConfigError, PrivateDataError
 from halfsilver.privacy.read_ahead import ReadAhead
+from halfsilver.privacy.records import Records
 from halfsilver.privacy.schema import Schema, oddity
 from halfsilver.privacy.silence import silent
 
 Transform = Callable[[Any], Tensor]
 Column = int | str
-
-
-class Source(Protocol):
-    def size(self) -> int: ...
-    def fetch(self, indices: slice, schema: Schema) -> Batch: ...
 
 
 @final
@@ -37,7 +33,7 @@ class MappedRecords:
 
     fixed_shape = True
 
-    def __init__(self, source: Source, schema: Schema, transform: Transform, column: Column, rows: int) -> None:
+    def __init__(self, source: Records, schema: Schema, transform: Transform, column: Column, rows: int) -> None:
         self._source, self._given, self._transform, self._column, self._rows = source, schema, transform, column, rows
         self._made_up = schema.synthetic(rows)
         with own_randomness(0):
@@ -112,7 +108,7 @@ def _rehearsed(transform: Transform, x: Batch, rows: int) -> Tensor:
     return features.detach()
 
 
-def _read(source: Source, schema: Schema, made_up: Batch, start: int, count: int) -> tuple[Batch, Tensor]:
+def _read(source: Records, schema: Schema, made_up: Batch, start: int, count: int) -> tuple[Batch, Tensor]:
     """Records from `start` on, at the places 0 .. count - 1 of a batch of made-up rows, and which could be read."""
     good = torch.zeros(batch_rows(made_up), dtype=torch.bool)
     batch = source.fetch(slice(start, start + count), schema)

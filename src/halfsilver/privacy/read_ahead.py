@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -22,23 +22,11 @@ from halfsilver._core.random import own_randomness
 from halfsilver._core.tensors import Batch, batch_leaves, batch_rows
 from halfsilver._core.warning_filters import warning_filters
 from halfsilver.errors import ConfigError, require
+from halfsilver.privacy.records import Indices, Records
 from halfsilver.privacy.schema import Schema
-
-Indices = Tensor | slice
 
 _BUFFERS = 2  # of each worker: one holds the piece that is wanted, the other the one after it
 _SECONDS = 0.1  # between two looks whether a process that does not answer is alive
-
-
-class Source(Protocol):
-    """Records that are read in this process."""
-
-    @property
-    def fixed_shape(self) -> bool: ...
-    def size(self) -> int: ...
-    def schema(self) -> Schema | None: ...
-    def fetch(self, indices: Indices, schema: Schema) -> Batch: ...
-    def problem(self, index: int, schema: Schema) -> str: ...
 
 
 @final
@@ -55,7 +43,7 @@ class ReadAhead:
     Workers end by `close`, with this object, or with the process.
     """
 
-    def __init__(self, source: Source, workers: int) -> None:
+    def __init__(self, source: Records, workers: int) -> None:
         self._source, self._count = source, workers
         self._workers: list[_Worker] = []
         self._owner = os.getpid()
@@ -159,7 +147,7 @@ class ReadAhead:
 class _Worker:
     """A worker, what it was asked for, and the memory in which its rows come."""
 
-    def __init__(self, source: Source, schema: Schema, rows: int) -> None:
+    def __init__(self, source: Records, schema: Schema, rows: int) -> None:
         self._source, self._schema = source, schema
         self._buffers = [
             [shared(like.expand(max(1, rows), *like.shape)) for like in schema.leaves] for _ in range(_BUFFERS)

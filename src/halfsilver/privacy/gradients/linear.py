@@ -16,7 +16,6 @@ from torch import Tensor
 
 from halfsilver._core.tensors import Batch, csr_tensor
 from halfsilver.errors import UnsupportedLayer
-from halfsilver.privacy.data import Indices
 from halfsilver.privacy.gradients.base import (
     Adding,
     ClippedSum,
@@ -26,6 +25,7 @@ from halfsilver.privacy.gradients.base import (
     require_weighable,
     weighted_rows,
 )
+from halfsilver.privacy.records import Indices
 from halfsilver.privacy.schema import Schema
 
 # Rows whose predictions are computed at once.
