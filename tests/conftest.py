@@ -18,6 +18,22 @@ settings.register_profile("halfsilver", deadline=None, derandomize=bool(os.envir
 settings.load_profile("halfsilver")
 
 
+TIERS = ("core", "docs", "paper", "nightly")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test is in one tier: the one that it is marked with, or else `core`. Examples in docstrings are `docs`."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker("docs")
+        tiers = [tier for tier in TIERS if item.get_closest_marker(tier)]
+        if len(tiers) > 1:
+            raise pytest.UsageError(f"{item.nodeid} is in the tiers {tiers}; expected one.")
+        if not tiers:
+            item.add_marker("core")
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of real data sets; a test that asks for it is skipped where there is none."""

@@ -49,6 +49,7 @@ def test_other_entries_are_where_the_stability_page_says() -> None:
         assert f"`{module}`" in promised
 
 
+@pytest.mark.docs
 def test_sphinx_finds_nothing_to_warn_about(tmp_path: Path) -> None:
     """Among other things: each page is in the contents, each link and anchor leads somewhere, docstrings are sound."""
     pytest.importorskip("furo", reason="needs the extra docs")

@@ -42,6 +42,7 @@ def network(norm: bool = True) -> nn.Sequential:
 OPTIONS: dict[str, Any] = {"epsilon": 4.0, "delta": 1e-4, "population": 3000, "unsafe_seed": 1}
 
 
+@pytest.mark.nightly
 def test_the_last_layer_learns_and_nothing_else_changes(tmp_path: Path) -> None:
     model, test = network(), rows(1000, 3)
     before, first = copy.deepcopy(model), loss_fn(model.eval(), test).mean()
@@ -54,6 +55,7 @@ def test_the_last_layer_learns_and_nothing_else_changes(tmp_path: Path) -> None:
     assert (tmp_path / "head" / "statement.json").exists()
 
 
+@pytest.mark.nightly
 def test_then_all_weights_learn_within_one_epsilon(tmp_path: Path) -> None:
     model = network(norm=False)
     before = copy.deepcopy(model.state_dict())
@@ -66,6 +68,7 @@ def test_then_all_weights_learn_within_one_epsilon(tmp_path: Path) -> None:
     assert all(verify(tmp_path / run)["finished"] for run in ("head", "all"))
 
 
+@pytest.mark.nightly
 def test_a_plan_after_another_spends_the_rest_by_an_independent_composition() -> None:
     first = hs.PrivacyPlan.calibrate(epsilon=1, delta=1e-5, population=1000, batch_size=1000, steps=10)
     second = hs.PrivacyPlan.calibrate(

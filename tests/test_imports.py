@@ -28,6 +28,7 @@ def test_without_torch(name: str) -> None:
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
+@pytest.mark.nightly
 def test_epsilon_without_torch() -> None:
     """And the check can fail: a trainer needs torch."""
     asked = ["--noise-multiplier", "4", "--sampling-rate", "0.1", "--steps", "5", "--delta", "1e-5", "--json"]
@@ -44,6 +45,7 @@ WITHOUT_ACCOUNTING = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", WITHOUT_ACCOUNTING)
 def test_without_accounting(name: str) -> None:
     """dp-accounting brings SciPy, and takes about as long as torch. And the check can fail: an epsilon needs both."""

@@ -437,6 +437,7 @@ def digits() -> tuple[Rows, Rows, Rows]:
     return (x[200:1400], y[200:1400]), (x[:200], y[:200]), (x[1400:], y[1400:])
 
 
+@pytest.mark.nightly
 def test_auto_is_near_the_best_of_a_search_on_test_rows(digits: tuple[Rows, Rows, Rows]) -> None:
     """Digits at epsilon 4, means of 2 seeds: within 1 point of the best of 6 settings, which look at test rows; and
     ahead of the public start.
@@ -526,6 +527,7 @@ EXPECTED_FAILURES = {
 }
 
 
+@pytest.mark.nightly
 def test_scikit_learn_conventions() -> None:
     options = {**FAST, "epsilon": 1.0, "steps": 1, "learning_rate": 0.01, "n_private": 50}
     warnings.simplefilter("ignore", SkipTestWarning)  # of checks for deterministic estimators

@@ -167,11 +167,13 @@ def ratios(kind: type, values: np.ndarray) -> np.ndarray:
     return measured(kind) / [noise_shift(values, weights, LR, SIGMA) for weights in WEIGHTS]
 
 
+@pytest.mark.paper
 @pytest.mark.parametrize("kind", SEEN)
 def test_noise_moves_the_iterate_as_the_theorem_says(kind: type) -> None:
     assert np.abs(ratios(kind, SEEN[kind]) - 1).max() < 0.02
 
 
+@pytest.mark.paper
 @pytest.mark.parametrize("kind", SEEN)
 @pytest.mark.parametrize("wrong", [0.9, 1.1])
 def test_an_eigenvalue_that_is_off_by_a_tenth_is_rejected(kind: type, wrong: float) -> None:
@@ -190,6 +192,7 @@ def test_dpsgd_moves_alike_in_all_directions_and_mirror_descent_does_not() -> No
 # ---- the example
 
 
+@pytest.mark.paper
 def test_example_quick(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     command = [sys.executable, str(ROOT / "examples" / "theory.py"), "--quick", "--json"]

@@ -78,6 +78,7 @@ class Words(nn.Module):
         return out
 
 
+@pytest.mark.nightly
 @settings(max_examples=20, deadline=None)
 @given(rows=st.integers(1, 5), steps=st.integers(1, 7), k=st.integers(1, 5), seed=st.integers(0, 1000))
 def test_layers_over_time(rows: int, steps: int, k: int, seed: int) -> None:

@@ -55,11 +55,13 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
+@pytest.mark.docs
 def test_import_comes_from_the_wheel(python: Path, tmp_path: Path) -> None:
     found = run(python, "-c", "import halfsilver; print(halfsilver.__file__)", cwd=tmp_path)
     assert Path(found.strip()).is_relative_to(python.parent.parent)
 
 
+@pytest.mark.docs
 def test_readme_start_runs_as_it_stands(python: Path, tmp_path: Path) -> None:
     start = blocks(ROOT / "README.md", "python")[0]
     (tmp_path / "start.py").write_text(start.text)
@@ -67,12 +69,14 @@ def test_readme_start_runs_as_it_stands(python: Path, tmp_path: Path) -> None:
     assert "epsilon" in printed
 
 
+@pytest.mark.docs
 def test_console_script(python: Path, tmp_path: Path) -> None:
     options = ["--noise-multiplier=1.51", "--sampling-rate=0.0104166667", "--steps=9600", "--delta=1e-5"]
     printed = run(python.parent / "halfsilver", "epsilon", *options, "--json", cwd=tmp_path)
     assert json.loads(printed)["epsilon"]["pld"] == pytest.approx(3.230, rel=5e-3)
 
 
+@pytest.mark.docs
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -95,6 +99,7 @@ def test_source_distribution_holds_all_that_its_tests_read(wheel: Path) -> None:
     assert {"pyproject.toml", "requirements.lock", "README.md", ".ci/run"} <= names
 
 
+@pytest.mark.docs
 def test_two_builds_have_one_sha256(wheel: Path, tmp_path: Path) -> None:
     """The first wheel comes from the source distribution, the second straight from the checkout, at another time."""
     run(sys.executable, "-m", "build", "--sdist", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)

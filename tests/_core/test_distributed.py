@@ -89,7 +89,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 # ---- sums
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", SIZES)
 def test_the_clipped_sum_is_that_of_one_process(results: Results, size: int) -> None:
     """To 1e-9 in float64: rows, users, records that raise or are NaN, ranks without a single record, no record at all.
@@ -109,7 +109,7 @@ def test_the_clipped_sum_is_that_of_one_process(results: Results, size: int) -> 
         assert found["ddp.bad.0"].norm() not in (0, found["ddp.rows.0"].norm())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sharded_model_is_copied_as_it_is(results: Results) -> None:
     """Tied weights, an LSTM, modules in a list: sharded and not, the same sum to 1e-9."""
     for found, _ in results(2, "tied"):
@@ -176,7 +176,7 @@ def largest_correlation(rows: list[np.ndarray[Any, Any]]) -> float:
     return float(np.abs(r - np.eye(len(rows))).max())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_noise_between_ranks_and_tensors(results: Results, kind: str, size: int) -> None:
@@ -198,7 +198,7 @@ def test_noise_between_ranks_and_tensors(results: Results, kind: str, size: int)
 # ---- training
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_are_bit_equal_after_fifty_steps(results: Results, size: int) -> None:
     """Weights, test losses, histories and statements; and shards that are put together equal the replicated run."""
@@ -216,7 +216,7 @@ def test_ranks_are_bit_equal_after_fifty_steps(results: Results, size: int) -> N
         assert not torch.equal(first["ddp.None.0.weight"], first["ddp.uniform.0.weight"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_geometry_is_that_of_one_process(results: Results) -> None:
     """To 1e-5 after four steps: replicas, shards, and new coordinates after two steps, with the average of each."""
     alone, _ = results(1, "geometry")[0]
@@ -233,7 +233,7 @@ def test_a_geometry_is_that_of_one_process(results: Results) -> None:
         assert float((alone[f"{name}.0.weight"] - start.state_dict()["0.weight"]).norm()) > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_is_the_same_for_replicas_and_shards(results: Results) -> None:
     """Adam and momentum, averages included: every tensor of the file comes back bit by bit, whoever wrote it."""
     same = results(2, "round_trips")[0][1]
@@ -243,7 +243,7 @@ def test_a_checkpoint_is_the_same_for_replicas_and_shards(results: Results) -> N
         assert tensors >= 20, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_error_on_one_rank_is_raised_on_all(results: Results) -> None:
     """Each rank goes on from every one of these, and has the same type and message: none waits for another."""
     (_, seen), *others = results(2, "failures")
@@ -271,7 +271,7 @@ def test_an_error_on_one_rank_is_raised_on_all(results: Results) -> None:
     assert "200" not in seen["sizes"][1], "the number of private records is not told"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_and_resumed_as_another_kind_of_run(tmp_path: Path) -> None:
     """All ranks of a DDP run killed, then those of the FSDP2 run that went on with it; one process finishes it.
 
@@ -309,7 +309,7 @@ def _lines(witness: Path) -> list[str]:
     return [line for line in witness.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_by_torchrun(tmp_path: Path) -> None:
     example = WORKER.parents[2] / "examples" / "distributed.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -341,7 +341,7 @@ def ended(process: subprocess.Popen[str]) -> list[str]:
     return printed.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_on_one_machine_and_on_two(tmp_path: Path) -> None:
     """Two agents of torchrun with folders of their own, on loopback, and the second one writes no run."""
     page = ROOT / "docs" / "processes.md"

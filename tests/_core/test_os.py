@@ -161,6 +161,7 @@ print(faults(16))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
 def test_the_memory_of_freed_tensors_is_used_again() -> None:
     def faults(size: int, *arguments: str) -> int:
@@ -188,6 +189,7 @@ print(kept, left, resident() - before)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to give memory back")
 def test_memory_that_was_kept_is_given_back_after_the_block() -> None:
     """And no more is kept from then on."""

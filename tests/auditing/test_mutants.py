@@ -27,17 +27,19 @@ def assert_killed(name: str) -> None:
     assert missed(row) == [], row
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", QUICK)
 def test_mutants_are_killed_by_the_instruments_that_should(name: str) -> None:
     assert_killed(name)
 
 
-@pytest.mark.audit
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in MUTANTS if name not in QUICK])
 def test_all_other_mutants_are_killed_by_the_instruments_that_should(name: str) -> None:
     assert_killed(name)
 
 
+@pytest.mark.nightly
 def test_the_same_run_without_the_bug_is_silent() -> None:
     """With a probability of at least 1 - 1e-6, the level of all tests on one run."""
     clean = attempt(Job(setting=MUTANTS["clip x 2"].setting))

@@ -60,6 +60,7 @@ def report() -> AuditReport:
     return hs.audit(trainer(mirror), rows(60), rows(20), canaries=200, steps=12, **SURE)
 
 
+@pytest.mark.nightly
 def test_an_audit_of_a_users_trainer(report: AuditReport) -> None:
     assert report.alarms == []
     assert 0 < report.lower_bound < report.claimed < trainer().plan.epsilon(1e-5)
@@ -68,6 +69,7 @@ def test_an_audit_of_a_users_trainer(report: AuditReport) -> None:
     assert report.observation.plan.steps == 12
 
 
+@pytest.mark.nightly
 def test_the_report_is_json(report: AuditReport) -> None:
     told = json.loads(json.dumps(report.to_dict()))
     assert told["canaries"] == {"out": 200, "in": 200, "cancelling": 4, "broken": 4}
@@ -138,6 +140,7 @@ MAPS: dict[str, tuple[MirrorMap, str]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mirror", "why"), MAPS.values(), ids=MAPS)
 def test_every_map_can_be_audited_or_says_why_not(mirror: MirrorMap, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent on the mechanism as it is, and not with half its noise or twice its clip norm."""
@@ -178,6 +181,7 @@ def test_the_layout_of_the_bank() -> None:
         Layout(canaries=7)
 
 
+@pytest.mark.nightly
 def test_the_command(tmp_path: Path) -> None:
     asked = ["audit", "trainer/book", "--canaries", "20", "--steps", "4", "--json", "--figure"]
     done = CliRunner().invoke(cli.app, [*asked, str(tmp_path / "scores.svg")])
@@ -195,7 +199,7 @@ def test_the_command_for_people(report: AuditReport, capsys: pytest.CaptureFixtu
     assert CliRunner().invoke(cli.app, ["audit", "loops"]).stdout.splitlines() == list(LOOPS)
 
 
-@pytest.mark.audit
+@pytest.mark.nightly
 def test_the_command_for_a_task(data_dir: Path) -> None:
     asked = ["audit", "emnist", "--canaries", "40", "--steps", "3", "--rows", "20", "--epsilon", "3", "--json"]
     done = CliRunner().invoke(cli.app, [*asked, "--data", str(data_dir)])

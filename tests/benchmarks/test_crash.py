@@ -23,7 +23,7 @@ FINDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("noise", "kills", "mutants"), [("independent", 6, 6), ("correlated", 8, 0)])
 def test_kills_lose_nothing_and_mutants_are_found_out(noise: str, kills: int, mutants: int) -> None:
     """Some SIGKILLs with power cuts; the full form is `python -m benchmarks.robustness.crash --kills 200 --json`."""

@@ -47,6 +47,7 @@ def test_the_guard_is_all_that_differs() -> None:
     assert GUARDED.rates_in(RECIPE.grid) == PDA.rates_in(RECIPE.grid)
 
 
+@pytest.mark.paper
 def test_both_studies_of_a_small_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same start, noise and samples: without the mirror, labels make no difference, and with it they do."""
     source._opened.cache_clear()

@@ -38,6 +38,7 @@ def test_gradients_of_a_linear_model() -> None:
     assert found["cosine"] == pytest.approx(float(mean @ towards / mean.norm() / towards.norm()))
 
 
+@pytest.mark.paper
 def test_models_are_those_that_the_study_tested(tmp_path: Path) -> None:
     """The start, and the averaged weights of each run: their losses on test rows are those in the summary."""
     own = small.problem()

@@ -35,6 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, command: str = "network",
     return folder / "cifar10-width2-epochs2-seed3"
 
 
+@pytest.mark.paper
 def test_the_command_writes_what_a_head_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

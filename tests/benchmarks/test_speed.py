@@ -42,6 +42,7 @@ def with_entry(monkeypatch: pytest.MonkeyPatch, name: str, found: Callable[[], N
     monkeypatch.setitem(CONTENDERS, name, Entry(build=build))
 
 
+@pytest.mark.nightly
 def test_json_has_a_row_for_each_contender(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "speed.json"
     status = speed.main([*QUICK, "--contenders", "halfsilver,halfsilver_pda,vmap", "--json", "--out", str(out)])
@@ -58,6 +59,7 @@ def test_json_has_a_row_for_each_contender(capsys: pytest.CaptureFixture[str], t
         assert row["reps"] == 2
 
 
+@pytest.mark.nightly
 def test_table_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("opacus")
     assert speed.main([*QUICK, "--pda"]) == 0
@@ -76,6 +78,7 @@ def test_unknown_names_are_refused() -> None:
         speed.main(["--models", "tiny,nothing"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "distort",
     [
@@ -96,6 +99,7 @@ def test_a_wrong_clipped_sum_fails_the_run(
     assert all(r["contender"] != "liar" for r in result["rows"])
 
 
+@pytest.mark.nightly
 def test_the_right_clipped_sum_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     with_entry(monkeypatch, "honest", lambda: oracle.expected(workload("tiny")).total)
     assert speed.main([*QUICK, "--contenders", "honest", "--json"]) == 0

@@ -24,6 +24,7 @@ def fresh() -> None:
     source._opened.cache_clear()
 
 
+@pytest.mark.paper
 def test_an_ablation_changes_one_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = replace(small.RECIPE, search_share=0.5)
     monkeypatch.setattr(source, "TASKS", {"emnist": lambda data, **options: small.problem()})
@@ -46,6 +47,7 @@ def test_an_ablation_changes_one_part_at_a_time(tmp_path: Path, monkeypatch: pyt
     assert first == second, "both variants have the same start"
 
 
+@pytest.mark.paper
 def test_cohorts_of_a_study_of_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, out = tmp_path / "study", tmp_path / "out"
     request = Request(task="stackexchange", recipe=users.RECIPE, epsilon=8.0, delta=1e-4, seeds={"warm": 1}, quick=True)
@@ -77,6 +79,7 @@ def test_final_runs_take_the_settings_of_a_recorded_search(tmp_path: Path, monke
     assert (study.request.recipe.epochs, changed.request.recipe.epochs) == (small.RECIPE.epochs, 3)
 
 
+@pytest.mark.paper
 def test_an_advised_run_stands_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = small.problem()
     problem = replace(whole, public=tuple(torch.cat([part] * 10) for part in whole.public))

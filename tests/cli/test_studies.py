@@ -41,6 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.paper
 def test_compare_prints_one_json_object_and_goes_on(small: Path) -> None:
     words = ["compare", "emnist", "--epsilon", "5", "--seeds", "2", "--workers", "1", "--quick", "--json"]
     first = invoke(*words)
@@ -102,6 +103,7 @@ def advisable(small: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return small
 
 
+@pytest.mark.paper
 @pytest.mark.filterwarnings("ignore:400 public rows")
 def test_advise_says_writes_and_draws(advisable: Path) -> None:
     words = ["advise", "emnist", "--epsilon", "5", "--out", "advice"]
@@ -126,6 +128,7 @@ def test_advice_needs_rows_that_the_start_has_not_seen(advisable: Path, monkeypa
     assert not (advisable / "advice").exists()
 
 
+@pytest.mark.paper
 @pytest.mark.filterwarnings("ignore:400 public rows")
 def test_compare_as_advised_trains_what_the_advice_says(advisable: Path) -> None:
     words = ["compare", "emnist", "--epsilon", "5", "--methods", "auto", "--seeds", "2", "--workers", "1", "--out", "s"]
@@ -144,6 +147,7 @@ def test_compare_as_advised_trains_what_the_advice_says(advisable: Path) -> None
     assert "rehearsal" not in again.stderr
 
 
+@pytest.mark.paper
 def test_compare_some_methods_and_how_to_do_it_again(small: Path) -> None:
     words = ["compare", "emnist", "--epsilon", "5", "--seeds", "1", "--methods", "guarded,warm", "--workers", "1"]
     done = invoke(*words, "--quick", "--out", "s", "--json")
@@ -153,6 +157,7 @@ def test_compare_some_methods_and_how_to_do_it_again(small: Path) -> None:
     assert "--methods warm,guarded" in Path(page.stdout.strip()).read_text()
 
 
+@pytest.mark.paper
 def test_compare_for_people_and_its_report(small: Path) -> None:
     done = invoke(
         "compare", "emnist", "--epsilon", "5", "--seeds", "1", "--search", "paper", "--workers", "1", "--out", "s"
@@ -205,7 +210,7 @@ def test_without_data_it_says_where_to_look(tmp_path: Path) -> None:
     assert "emnist-bymerge-train" in str(error)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compare_on_the_real_emnist_files(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From raw files to a verdict, cut short: 4 steps of 500 images."""
     recipe, more = load("emnist", "workstation")

@@ -52,6 +52,7 @@ def test_local_training_is_watched_and_given_back() -> None:
     assert vars(engine)["descended"] is before
 
 
+@pytest.mark.paper
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
 def test_population_reads_from_the_file(tmp_path: Path) -> None:
     path = tmp_path / "users.sqlite"

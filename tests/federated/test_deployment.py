@@ -9,7 +9,7 @@ import pytest
 from benchmarks.federated.deployment import ROUNDS, Scene, deployment
 
 
-@pytest.mark.deployment
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("database", [True, False])
 def test_a_deployment_survives_the_loss_of_a_node_and_of_its_link(tmp_path: Path, database: bool) -> None:

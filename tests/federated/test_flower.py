@@ -119,6 +119,7 @@ def test_nodes_in_a_geometry_hold_its_factors(tmp_path: Path) -> None:
         strategy(made, tmp_path / "four", trainer=trainer(geometry=hs.Whitened()), public=public).start(FakeGrid(made))
 
 
+@pytest.mark.nightly
 def test_a_link_that_dies_costs_one_step_and_the_run_goes_on(tmp_path: Path) -> None:
     made, p = nodes(tmp_path, [1] * 20), plan(steps=6, spare_steps=1, sampling_rate=0.9)
     grid = FakeGrid(made)

@@ -65,6 +65,7 @@ def strategy(made: Sequence[Node], folder: Path, p: hs.PrivacyPlan) -> MirrorStr
     return MirrorStrategy(trainer, enrolled(made), run_dir=folder, settings=SETTINGS)
 
 
+@pytest.mark.nightly
 def test_fifty_rounds_with_six_faulty_of_twenty(tmp_path: Path, nodes: list[Node]) -> None:
     """The run ends as one without the faulty would, but for the one that sends 1e9: that one is clipped, and counts.
 

@@ -256,6 +256,7 @@ def test_padding_does_not_count() -> None:
 # ---- the real file
 
 
+@pytest.mark.paper
 def test_the_real_users(data_dir: Path) -> None:
     problem = stackexchange.problem(data_dir)
     split = {name: problem.about["split"][name] for name in ("users", "private", "validation", "test", "public")}

@@ -57,6 +57,7 @@ def problem(**changes: Any) -> Problem:
     return Problem(**{**values, **changes})
 
 
+@pytest.mark.paper
 @pytest.mark.parametrize("search", ["public search", "paper search"])
 def test_all_methods_on_users(tmp_path: Path, search: SearchMode) -> None:
     seeds = {"public": 1, "cold": 1, "warm": 1, "pda": 1, **({"whitened": 1} if search == "public search" else {})}

@@ -136,6 +136,7 @@ def in_scale(found: Floats) -> bool:
     return bool(abs(np.mean(found**2) - 1) < 3.9 * math.sqrt(2 / len(found)))
 
 
+@pytest.mark.nightly
 def test_false_alarms_come_at_the_stated_rate() -> None:
     """n = 1,000 sequences without agreement, alpha = 1e-4; scores that are a fifth off are told from right ones."""
     found = scores(0.0, 1000)
@@ -222,6 +223,7 @@ def kept(trainer: hs.Trainer) -> Tensor:
     return trainer.state_dict()[0]["mirror.1.evidence"]
 
 
+@pytest.mark.nightly
 def test_labels_turned_round_cost_little_right_ones_are_used_and_a_checkpoint_keeps_the_evidence(
     tmp_path: Path,
 ) -> None:

@@ -199,6 +199,7 @@ def test_tables_without_names_of_columns_are_compared_by_position(tmp_path: Path
     assert (figures["private"]["compared"], figures["private"]["exact"]) == (3, 1)
 
 
+@pytest.mark.nightly
 def test_exit_codes_tell_what_was_found(texts: tuple[Path, Path], tmp_path: Path) -> None:
     apart = table(tmp_path / "a.csv", COLUMNS, people(5, 1)), table(tmp_path / "b.csv", COLUMNS, people(5, 2)[3:])
     short = tmp_path / "short.txt"
@@ -326,6 +327,7 @@ def test_planted_images_of_cifar10(data_dir: Path) -> None:
     assert figures["false_alarms"] <= 1e-3
 
 
+@pytest.mark.nightly
 def test_lines_with_unknown_words_are_found_again(data_dir: Path) -> None:
     """2,000 lines of WikiText-2; the whole of it against WikiText-103 is `python -m benchmarks.robustness.overlap`."""
     figures = benchmark.gapped_text(data_dir, lines=2_000)

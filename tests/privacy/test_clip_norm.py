@@ -44,6 +44,7 @@ def found(tmp_path: Path, data: Any, **changes: Any) -> ClipNorm:
     return hs.private_clip_norm(model(), loss_fn, data, **{**asked, **changes})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("quantile", [0.25, 0.5, 0.9])
 def test_it_is_the_quantile_up_to_a_bin(tmp_path: Path, quantile: float) -> None:
     """500 records, noise of 1.4 per count: 17 bins hold it to 3 % of the records, and a bin is a factor of 1.8."""
@@ -57,6 +58,7 @@ def test_it_is_the_quantile_up_to_a_bin(tmp_path: Path, quantile: float) -> None
     assert float((counts - true).std()) > 0.5
 
 
+@pytest.mark.nightly
 def test_a_record_is_counted_once_and_a_broken_one_not_at_all(tmp_path: Path) -> None:
     x, y = rows(500)
     broken = x.clone()
@@ -67,6 +69,7 @@ def test_a_record_is_counted_once_and_a_broken_one_not_at_all(tmp_path: Path) ->
     assert changes == [1.0]
 
 
+@pytest.mark.nightly
 def test_the_ledger_counts_it_and_the_budget_can_refuse_it(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger.open(path, budget=hs.Budget(epsilon=1.0, delta=1e-5))

@@ -109,6 +109,7 @@ def race_harness(folder: Path) -> None:
     assert 0.9 < ledger.spent() <= 1.0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("harness", ["kill_harness", "race_harness"])
 def test_harness(tmp_path: Path, harness: str) -> None:
     command = [sys.executable, __file__, harness, str(tmp_path)]
@@ -224,6 +225,7 @@ def crash_points(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Path
             return
 
 
+@pytest.mark.nightly
 def test_a_crash_at_any_system_call_neither_loses_a_step_nor_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

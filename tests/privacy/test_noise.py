@@ -208,6 +208,7 @@ def errors(radii: list[int], angles: list[int], further: int = 0) -> np.ndarray:
         return np.array(found, dtype=np.float64)
 
 
+@pytest.mark.nightly
 def test_the_ends_are_those_of_exact_arithmetic() -> None:
     """All words next to 0 and 1, and some at each distance: next to 1 a float64 would give 1,024 words one radius."""
     next_to_one = [TOP - c for c in range(1, 1500)] + [-TOP + c for c in range(1500)]
@@ -225,6 +226,7 @@ def test_the_ends_are_those_of_exact_arithmetic() -> None:
         assert (np.abs(radii[: len(wanted)] - wanted) <= 2.0**-50 * wanted).all(), "relative, however small"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("steps", [2.0**30, 2.0**37, MAX_SCALE])
 def test_no_two_circles_are_a_grid_step_apart(steps: float) -> None:
     """Exact enumeration of neighbouring radii: at both ends, at the borders of their treatment, and between.

@@ -90,6 +90,7 @@ def test_spare_steps_are_paid_for() -> None:
     assert plan.noise_multiplier == PrivacyPlan.calibrate(steps=100, spare_steps=0, **args).noise_multiplier
 
 
+@pytest.mark.nightly
 def test_one_step_in_fifty_is_spare_unless_noise_is_correlated() -> None:
     args: dict[str, Any] = {"epsilon": 1, "delta": 1e-5, "population": 1000, "batch_size": 10}
     assert [PrivacyPlan.calibrate(steps=steps, **args).spare_steps for steps in (1, 49, 50, 100)] == [0, 0, 1, 2]

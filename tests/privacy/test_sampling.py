@@ -35,6 +35,7 @@ def test_rate_over_1e8_trials() -> None:
     assert two_sided(k, n, 0.99 * q) < ALPHA
 
 
+@pytest.mark.nightly
 def test_dispersion_pairs_lags_and_ends() -> None:
     """20,000 steps over 500 rows at q = 0.05, alpha = 1e-6 each.
 
@@ -81,6 +82,7 @@ def test_the_dispersion_test_has_teeth(wrong: str) -> None:
         assert_binomial_dispersion(hit.sum(0 if wrong == "sticky" else 1), steps if wrong == "sticky" else rows, q)
 
 
+@pytest.mark.nightly
 def test_two_shards_are_one_poisson_sample() -> None:
     """Independent sampling of disjoint shards (4,000 steps): the total's dispersion is that of one binomial."""
     totals = np.array([len(draw(300, 0.1, OsEntropy())) + len(draw(200, 0.1, OsEntropy())) for _ in range(4000)])

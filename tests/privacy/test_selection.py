@@ -292,6 +292,7 @@ def test_a_torn_record_counts_as_the_selection(tmp_path: Path) -> None:
         Ledger.open(ledger.path).intend("a")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", [None, 12])  # below 10 the divergence of a larger order is less, and taken
 def test_beside_what_was_spent_elsewhere(order: int | None) -> None:
     """Divergences add up, and the delta of the pair comes off first: against the formulas of this file."""

@@ -203,6 +203,7 @@ print({k: v for k, v in globals().get("__warningregistry__", {}).items() if k !=
 """
 
 
+@pytest.mark.nightly
 def test_no_memory_of_a_private_warning_is_left() -> None:
     for code in (TRACES, TRACES.replace("    odd()\n    handle", "    handle")):
         said = []

@@ -304,6 +304,7 @@ def check_report(work: Path, source: Path) -> None:
     shutil.rmtree(home / "report")
 
 
+@pytest.mark.paper
 @few
 @given(names=st.lists(some_name, min_size=1, max_size=4, unique=True), place=st.integers(0, 2))
 def test_names_of_a_run_are_neither_paths_nor_markup(
@@ -346,6 +347,7 @@ def test_names_of_a_study_are_not_markup(new: list[str]) -> None:
     check_markup(study_page(with_names(make_summary(), new), {}))
 
 
+@pytest.mark.paper
 @settings(few, max_examples=6)
 @given(new=six_names)
 def test_names_of_a_study_are_not_paths(tmp_path: Path, new: list[str]) -> None:
@@ -420,6 +422,7 @@ def test_a_page_allows_its_own_style_and_nothing_else(run_dir: Path) -> None:
     assert rules == {**nothing, "style-src": "'unsafe-inline'"}
 
 
+@pytest.mark.paper
 def test_files_of_another_kind_are_a_typed_error(run_dir: Path, tmp_path: Path) -> None:
     for name in ("config.json", "statement.json", "metrics.jsonl"):
         (tmp_path / name).write_bytes((run_dir / name).read_bytes())

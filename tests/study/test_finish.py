@@ -25,6 +25,7 @@ def confidence(model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return model(batch[0]).softmax(1).amax(1)  # type: ignore[no-any-return]
 
 
+@pytest.mark.paper
 def test_a_study_with_a_finish(tmp_path: Path) -> None:
     own = problem(public=records(160, 1), confidence=confidence)
     asked = request(recipe=HOLDS_OUT, methods=(WARM, FINISHED), seeds={"warm": 2, "finished": 2}, search="paper search")

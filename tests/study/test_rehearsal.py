@@ -38,6 +38,7 @@ def trainer(**options: Any) -> hs.Trainer:
     return hs.Trainer(model, loss_fn, **given)
 
 
+@pytest.mark.paper
 def test_a_geometry_of_the_right_rows_is_chosen() -> None:
     own = trainer()
     before = [p.clone() for p in trainable(own.model)]

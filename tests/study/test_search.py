@@ -87,6 +87,7 @@ def test_neighbours_of_alpha_go_towards_one_and_away() -> None:
     assert Setting(2.0, 0.95) in neighbours(among[2], among)
 
 
+@pytest.mark.paper
 def test_the_choice_has_the_paired_standard_error(tmp_path: Path) -> None:
     own = problem()
     made = Study(folder=tmp_path, request=request(), source=lambda: own)

@@ -54,6 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, Study(folder=folder, request=request(search="paper search"), source=lambda: own).go().to_json()
 
 
+@pytest.mark.paper
 def test_every_private_run_is_in_the_ledger_and_the_total_is_more_than_one(finished: Any) -> None:
     folder, summary = finished
     runs = 5 + len(GRID.cold) + len(GRID.warm) + 1  # real ones and those of the paper search
@@ -64,6 +65,7 @@ def test_every_private_run_is_in_the_ledger_and_the_total_is_more_than_one(finis
     assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
 
 
+@pytest.mark.paper
 def test_methods_are_paired(finished: Any) -> None:
     """public, warm and pda of a seed begin at the same weights, and seeds differ."""
     _, summary = finished
@@ -186,6 +188,7 @@ def test_a_run_that_diverges_is_reported_as_such(tmp_path: Path) -> None:
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(name))
 
 
+@pytest.mark.paper
 def test_a_killed_run_goes_on_while_it_has_steps_to_spare_and_else_begins_again(tmp_path: Path) -> None:
     """Killed after step 12 of 20: lost steps are made up for from the spare ones, or the run starts anew."""
     for spare, restarts in ((0.7, 0), (0.0, 1)):
@@ -290,6 +293,7 @@ def test_compare_ends_in_words(tmp_path: Path) -> None:
     assert first == pytest.approx(scored_losses(tmp_path / "study" / "runs" / "public-seed-0")[:10].mean(), rel=1e-5)
 
 
+@pytest.mark.paper
 def test_without_a_recipe_the_clip_norm_comes_from_held_out_public_rows(tmp_path: Path) -> None:
     """Oracle: a gradient for each row by itself."""
     public = records(60, 1)
@@ -347,7 +351,7 @@ Study(folder=folder, request=request(search="paper search"), source=problem).go(
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_study_that_is_killed_goes_on(tmp_path: Path) -> None:
     """Three kills at random moments: finished runs are left alone, and the ledger counts every step that was taken."""
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "study"), "2"]

@@ -83,6 +83,7 @@ def test_interval_against_scipy(n: int, confidence: float) -> None:
     assert t_interval(values.tolist(), confidence) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.paper
 def test_coverage_is_that_of_t_and_not_of_z() -> None:
     """n = 4,000 studies of 3 seeds: 95 % of the intervals hold the true difference; a z-interval's 81 % is rejected.
 
@@ -101,6 +102,7 @@ def test_coverage_is_that_of_t_and_not_of_z() -> None:
     assert stats.binomtest(z_hits, studies, 0.95).pvalue < 1e-4
 
 
+@pytest.mark.paper
 def test_picking_the_better_of_two_does_not_raise_false_gains() -> None:
     """n = 4,000 studies where neither warm nor pda differs from public: at most 2.5 % show a gain (alpha = 1e-4).
 

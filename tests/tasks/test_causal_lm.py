@@ -108,6 +108,7 @@ def test_the_clipped_sum_is_that_of_gradients_one_by_one(
         assert float((found - wanted).norm()) < tolerance * float(wanted.norm())
 
 
+@pytest.mark.paper
 def test_each_arm_trains_and_is_not_trained_twice(
     example: Any, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,7 @@ def test_an_account_weighs_the_same_however_much_it_wrote(posts: Any) -> None:
     torch.testing.assert_close(found, torch.stack(alone))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_methods_and_a_figure(posts: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = posts.WAYS["head"]
     short = replace(full.recipe, epochs=2, pretrain=hs.study.Pretrain(epochs=1))
@@ -77,7 +77,7 @@ def test_four_methods_and_a_figure(posts: Any, data: Path, tmp_path: Path, monke
     assert "<svg" in (tmp_path / "posts.svg").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_encoder_with_adapters_trains_as_it_comes(posts: Any, data: Path, tmp_path: Path) -> None:
     parts, sites = posts.accounts(data / "stackexchange" / "users.jsonl", 1)
     private, public = (posts.lora_rows(parts[part][:8]) for part in ("private", "public"))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_wages_two_splits(data_dir: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "wages.py"), "--splits", "2", "--epsilon", "1", "--json"]
     command += ["--data", str(data_dir), "--plot", str(tmp_path / "wages.png")]
@@ -32,7 +32,7 @@ def test_wages_two_splits(data_dir: Path, tmp_path: Path) -> None:
     assert (tmp_path / "wages.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_brackets_one_split(data_dir: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "brackets.py"), "--splits", "1", "--json"]
     command += ["--data", str(data_dir)]

@@ -62,6 +62,7 @@ def run(root: Path, *options: str) -> int:
     return main(["--root", str(root), *options])
 
 
+@pytest.mark.docs
 def test_committed_pages_and_figures_are_those_of_the_studies(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check"]) == 0, capsys.readouterr().out
 
@@ -81,6 +82,7 @@ def test_text_has_a_perplexity_and_users_have_rounds() -> None:
     assert study.cell("cold", "accuracy") == "70.00 %"
 
 
+@pytest.mark.docs
 def test_written_once_checked_and_out_of_date_when_a_study_changes(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
