@@ -256,9 +256,9 @@ def test_whole_networks_agree_with_one_example_at_a_time() -> None:
         return out
 
     right, found = Vmap(model, loss, (x,)), BookKeeping(model, loss, (x,))
-    clip = float(row_norms(right.per_example((x,))).median())
+    clip, counted = float(row_norms(right.per_example((x,))).median()), torch.arange(5) != 2
     for mine, theirs in zip(
-        found.clipped_sum((x,), clip, rows=4).tensors, right.clipped_sum((x,), clip, rows=4).tensors, strict=True
+        found.clipped_sum((x,), clip, counted).tensors, right.clipped_sum((x,), clip, counted).tensors, strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9 * clip)
 

@@ -62,6 +62,14 @@ def test_mixing_modules_are_refused(mixer: nn.Module) -> None:
         probe(model, loss, torch.randn(4, 3))
 
 
+def test_outputs_that_broadcast_against_labels_are_refused_with_a_hint() -> None:
+    def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.as_tensor((model(batch[0]) - batch[1]).square().mean(1))  # (4, 1) - (4,) is (4, 4)
+
+    with pytest.raises(UnsupportedLayer, match=r"shapes \(N, 1\) and \(N,\), which broadcast"):
+        probe(nn.Linear(3, 1), squared, (torch.randn(4, 3), torch.randn(4)))
+
+
 def test_integer_input_that_mixes_is_refused() -> None:
     with pytest.raises(UnsupportedLayer, match="depends on another"):
         probe(TokenMixer(), loss, torch.randint(0, 2, (4, 5)))

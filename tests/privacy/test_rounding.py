@@ -6,6 +6,7 @@ rows are made so that the differences add up instead of cancelling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ from halfsilver._core.tensors import Batch, LossFn, flatten
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import BACKENDS, Adding, Performance
-from halfsilver.privacy.gradients.base import clip_and_sum, weighted_rows
+from halfsilver.privacy.gradients.base import ClippedSum, clip_and_sum, clip_factors, measurable, weighted_rows
 from halfsilver.privacy.gradients.linear import LinearModel, with_row_norms
+from halfsilver.privacy.gradients.softmax import SoftmaxModel, softmax_records
+from halfsilver.privacy.gradients.users import clipped_user_gradient
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.users.engine import Contribution
+from halfsilver.privacy.users.fold import Fold
 
 WIDTH = 32
 
@@ -61,6 +66,7 @@ def front(first: Tensor, others: Tensor) -> Tensor:
     return torch.cat([first[None], others])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("backend", "blocks"), [("book", 16), ("book", 16_384), ("vmap", 256), ("hooks", 256), ("linear", 16_384)]
 )
@@ -167,7 +173,101 @@ def test_no_weight_is_so_small_that_it_is_inaccurate(name: str, clip: float) -> 
     for size in (2.0**k * (1 + i / 12) for k in (0, 60, 62, 79, 99) for i in range(12)):
         x = torch.zeros(16, 4)
         x[0, 0] = size
-        assert float(flatten(backend.clipped_sum(x, clip, 1).tensors).double().norm()) <= clip
+        assert float(flatten(backend.clipped_sum(x, clip, torch.arange(16) < 1).tensors).double().norm()) <= clip
+
+
+# ---- weights without a jump
+
+STEP = 1 + 2.0**-3
+Lengths = Callable[[Tensor], Tensor]  # of rows of these norms, after they were clipped to norm 1
+
+
+def steepest(lengths: Lengths, low: float, high: float) -> float:
+    """How much the clipped length changes between norms that differ by 1 / 8, in units of that difference."""
+    norms = STEP ** torch.arange(math.log(low, STEP), math.log(high, STEP), dtype=torch.float64)
+    return float(lengths(norms).diff().abs().max()) / (STEP - 1)
+
+
+def one_by_one(found: Callable[[float], ClippedSum]) -> Lengths:
+    return lambda norms: torch.stack([flatten(found(n).tensors).double().norm() for n in norms.tolist()])
+
+
+def products(name: str, left: Callable[[float], float], right: Callable[[float], float]) -> Lengths:
+    """Rows with an input of length `left` and a derivative of the loss of length `right`."""
+    model, entries = nn.Linear(9, 1, bias=False), torch.full((1, 9), 1 / 3)
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        out: Tensor = model(batch[0])[:, 0] * batch[1]
+        return out
+
+    backend = BACKENDS[name](model, loss, (torch.ones(2, 9), torch.ones(2)))
+    return one_by_one(lambda n: backend.clipped_sum((left(n) * entries, torch.tensor([right(n)])), 1.0))
+
+
+def closed_forms() -> dict[str, Lengths]:
+    linear = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(linear.weight)
+    softmax = nn.Linear(2, 2, bias=False, dtype=torch.float64)
+    nn.init.zeros_(softmax.weight)
+
+    def squared(x: float, y: float) -> ClippedSum:
+        rows = with_row_norms(torch.tensor([[x]], dtype=torch.float64), torch.tensor([y], dtype=torch.float64))
+        return LinearModel(linear.double()).clipped_sum(rows, 1.0)
+
+    def classes(x: float, weight: float) -> ClippedSum:
+        features = torch.tensor([[x, 0.0]], dtype=torch.float64)
+        given = softmax_records(features, torch.tensor([0]), torch.tensor([weight]).double(), torch.zeros(1, 0))
+        return SoftmaxModel(softmax).clipped_sum(given, 1.0)
+
+    def folded(norm: float) -> ClippedSum:
+        fold = Fold([torch.zeros(1)], 1.0)
+        fold.add(Contribution([torch.tensor([norm])]))
+        return fold.total
+
+    def user(norm: float) -> ClippedSum:
+        return clipped_user_gradient(linear.float(), outputs, [torch.tensor([[norm]])], 1.0)
+
+    return {
+        "linear": one_by_one(lambda n: squared(n, 1.0)),
+        "linear, target": one_by_one(lambda n: squared(2.0**-500, n * 2.0**490)),
+        "softmax": one_by_one(lambda n: classes(n, 1.0)),
+        "softmax, weight": one_by_one(lambda n: classes(2.0**-30, n * 2.0**30)),
+        "fold": one_by_one(folded),
+        "user": one_by_one(user),
+    }
+
+
+def test_no_weight_jumps() -> None:
+    """100 clip norms and margins without a false alarm; a jump at a random norm is found in 10 of 10."""
+    g = torch.Generator().manual_seed(0)
+
+    def alarm(clip: float, tau: float, zero_from: float = math.inf) -> bool:
+        def lengths(norms: Tensor) -> Tensor:
+            return norms * clip_factors(measurable(norms), clip, tau) * (norms < zero_from) / clip
+
+        return steepest(lengths, 2.0**-40, 2.0**82) > 1.1
+
+    clips, taus = 10 ** (12 * torch.rand(100, generator=g) - 6), 10 ** (-6 * torch.rand(100, generator=g) - 1)
+    assert sum(alarm(*given) for given in zip(clips.tolist(), taus.tolist(), strict=True)) == 0
+    places = 2 ** (56 * torch.rand(10, generator=g) + 4)
+    assert sum(alarm(1.0, 1e-3, place) for place in places.tolist()) == 10
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_no_weight_jumps_in_a_backend(name: str) -> None:
+    """Also where one factor overflows and the gradient, their product, is ordinary."""
+    cases: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
+        "long": (lambda n: n, lambda n: 1.0),
+        "steep": (lambda n: 1.0, lambda n: n),
+        "long and flat": (lambda n: n, lambda n: 2.0**-61),
+    }
+    for case, (left, right) in cases.items():
+        assert steepest(products(name, left, right), 2.0**59, 2.0**82) < 1.1, case
+
+
+@pytest.mark.parametrize("name", sorted(closed_forms()))
+def test_no_weight_jumps_in_a_closed_form_or_for_a_user(name: str) -> None:
+    assert steepest(closed_forms()[name], 2.0**59, 2.0**82) < 1.1
 
 
 @pytest.mark.parametrize("clip", [1e-10, 1e11])

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from halfsilver.errors import require
+
 
 @contextmanager
 def own_randomness(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
@@ -36,3 +38,12 @@ def _seed_all(seed: int, cuda: Sequence[int]) -> None:
             torch.cuda.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
+def require_device(device: torch.device | str) -> None:
+    """Refuse a device whose generators `own_randomness` does not know, and one that is not here."""
+    kind = str(device).partition(":")[0]
+    hint = "This version trains on no other device. Move the model to the CPU, and give no device."
+    require(kind in ("cpu", "cuda"), "device", str(device), "to be 'cpu' or 'cuda'", hint)
+    found = kind == "cpu" or torch.cuda.is_available()
+    require(found, "device", str(device), "to be 'cpu', because torch finds no CUDA device here")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfsilver._core.model_state import untouched
-from halfsilver._core.tensors import Batch, batch_leaves
+from halfsilver._core.tensors import Batch, batch_leaves, map_batch
 from halfsilver.errors import ConfigError, require
 from halfsilver.features.base import View, as_is, check_views, name_of, over_views
 
@@ -39,7 +39,7 @@ class Frozen:
             Default only the record itself. ``(as_is, flipped)`` suits images of objects. A view may also scale the
             rows, if the module expects that.
         grid: Cells per side to which an output with height and width is averaged, at least 1. Default 2.
-        rows: How many rows a pass has, at least 1. Default 250. Lower it if memory is short.
+        rows: How many rows a pass has, at least 1. Default 256. Lower it if memory is short.
 
     Raises:
         ConfigError: If an argument is out of range, or the module has no layer of a name.
@@ -59,7 +59,7 @@ class Frozen:
     layers: Sequence[str] = ("",)
     views: Sequence[View] = (as_is,)
     grid: int = 2
-    rows: int = 250
+    rows: int = 256
 
     def __post_init__(self) -> None:
         known = {name for name, _ in self.model.named_modules()}
@@ -109,15 +109,17 @@ class FrozenMap:
     @torch.no_grad()
     def _features(self, x: Batch) -> Tensor:
         found: dict[str, Tensor] = {}
+        here = batch_leaves(x)[0].device  # the features are where the rows are, whichever device the module is on
+        device = next((t.device for t in (*self.model.parameters(), *self.model.buffers())), here)
         hooks = [self._listen(name, found) for name in self.layers]
         try:
-            _called(self.model, x)
+            _called(self.model, map_batch(lambda t: t.to(device), x))
         finally:
             for hook in hooks:
                 hook.remove()
         missing = [name for name in self.layers if name not in found]
         require(not missing, "layers", missing, "to be called by the module's forward")
-        return torch.cat([found[name] for name in self.layers], 1)
+        return torch.cat([found[name] for name in self.layers], 1).to(here)
 
     def _listen(self, name: str, found: dict[str, Tensor]) -> torch.utils.hooks.RemovableHandle:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

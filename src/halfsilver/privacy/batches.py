@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -12,12 +12,13 @@ from torch.utils import _pytree as pytree
 
 from halfsilver._core.distributed import World
 from halfsilver._core.random import own_randomness
-from halfsilver._core.tensors import Batch, Tensors, batch_leaves, batch_rows, map_batch, take_rows
+from halfsilver._core.tensors import Batch, LossFn, Tensors, batch_leaves, batch_rows, map_batch, take_rows
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.copies import PublicCopies, as_private
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.ranges import Ranges
 from halfsilver.privacy.read_ahead import ReadAhead
 from halfsilver.privacy.sampling import poisson_chunks, turn_chunks
 from halfsilver.privacy.strategies import Correlated
@@ -30,7 +31,7 @@ _COMPARED = 64
 
 @final
 class PrivateBatches:
-    """Draws units, reads their rows, leaves out public copies, and brings every batch into one shape and layout.
+    """Draws units, reads their rows, leaves out public copies and rows out of range, and brings batches into one form.
 
     In a `world` of several ranks, rank r owns units r, r + size, r + 2 size, ... Samples of these shares, drawn
     independently, are together one Poisson sample.
@@ -62,16 +63,23 @@ class PrivateBatches:
         )
         self.population = self._users.size() if self._users else self._records.size()
         self.of_users, self.fixed_shape = self._users is not None, self._records.fixed_shape
+        self.form_is_known = self._records.schema() is not None  # of all records, without reading one
         with own_randomness(0, [self.device]):  # a public data set may draw, too
             self._copies = PublicCopies(self._schema, public_rows if self.fixed_shape else ())
+        self._classes, self._ranges = private._classes(), Ranges()
         self.rows = 1
         self.padding: Batch = ()
 
-    def use(self, rows: int, padded: int) -> None:
+    def use(self, rows: int) -> None:
         """Batches of so many rows, padded with made-up ones where fewer are left."""
-        self.rows, self.padding = rows, self.made_up(padded if self.fixed_shape else 1)
+        self.rows, self.padding = rows, self.made_up(rows if self.fixed_shape else 1)
         if isinstance(self._records, ReadAhead):
             self._records.start(self._schema, rows)
+
+    def learn_ranges(self, model: torch.nn.Module, loss_fn: LossFn, public: Batch | None) -> None:
+        """Find out, on made-up rows and some public ones, which labels and tokens the model has a place for."""
+        shown = None if public is None else self.in_private_form(public)
+        self._ranges = Ranges.of(model, loss_fn, self.made_up(2), self._classes, shown)
 
     def made_up(self, rows: int) -> Batch:
         """Rows of the private ones' form, made from public knowledge alone."""
@@ -125,18 +133,17 @@ class PrivateBatches:
         return map(self.fetch, chunks)
 
     def _prepared(self, batch: Batch) -> Batch:
-        return self._to_device(self._copies.left_out_of(batch))
+        return self._to_device(self._ranges.inside(self._copies.left_out_of(batch)))
 
-    def padded(self, batch: Batch, rows: int) -> Batch:
-        """A copy of the batch, with made-up rows up to the one shape of all batches.
+    def piece(self, batch: Batch, rows: Sequence[int]) -> Batch:
+        """A copy of these rows of the batch at their places in the one shape of all batches, made-up rows elsewhere.
 
         A copy, because a model may write into its input, and the rows may be read again.
         """
-        if rows == batch_rows(self.padding) or not self.fixed_shape:
+        if not self.fixed_shape or len(rows) == batch_rows(self.padding):
             return map_batch(torch.clone, batch)
-        columns = zip(batch_leaves(batch), batch_leaves(self.padding), strict=True)
-        filled = [torch.cat([t, made_up[rows:]]) for t, made_up in columns]
-        return pytree.tree_unflatten(filled, pytree.tree_structure(batch))
+        places = torch.tensor(rows, device=self.device)
+        return pytree.tree_map(lambda t, made: made.clone().index_copy_(0, places, t[places]), batch, self.padding)
 
     def digest(self) -> str:
         """Of some records: ranks that have the same data in the same order have the same digest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,20 +12,22 @@ import torch
 
 from halfsilver._core import system
 from halfsilver._core.distributed import World
-from halfsilver._core.model_state import untouched
+from halfsilver._core.model_state import untouched, without_dropout
 from halfsilver._core.random import own_randomness
 from halfsilver._core.sharded import Pieces, reshard, whole_model
 from halfsilver._core.tensors import Batch, LossFn, Tensors, trainable
+from halfsilver._core.views import unchanged_views
 from halfsilver.errors import ConfigError
 from halfsilver.privacy.batches import PrivateBatches
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import Entropy, OsEntropy
 from halfsilver.privacy.gradients import ClippedSum, GradientBackend, Performance, make_backend
-from halfsilver.privacy.gradients.base import Adding
-from halfsilver.privacy.gradients.probe import PROBE_ROWS, probe
-from halfsilver.privacy.gradients.rows import GROUP, default_rows, fastest_rows, padded_rows, rows_in_group
+from halfsilver.privacy.gradients.base import Adding, Traced, Tunable, row_norms
+from halfsilver.privacy.gradients.probe import PROBE_ROWS, probe, refuse_mixing
+from halfsilver.privacy.gradients.rows import default_rows, fastest_rows
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.passes import PrivatePasses
+from halfsilver.privacy.pieces import GROUP, alike, sizes_from
 from halfsilver.privacy.plan import PrivacyPlan
 from halfsilver.privacy.releases import Releases
 from halfsilver.privacy.strategies import Correlated
@@ -32,6 +35,7 @@ from halfsilver.privacy.strategies import Correlated
 # One durable ledger record covers about a second of steps, and at most a fiftieth of the plan: a kill loses no more.
 _BLOCK_SECONDS = 1.0
 _BLOCK_SHARE = 50
+_log = logging.getLogger("halfsilver")
 _SAME_DATA = "Give each rank all records, in one order."
 
 
@@ -64,6 +68,7 @@ class PrivateGradient:
         performance: Performance | None = None,
         entropy: Entropy | None = None,
         world: World | None = None,
+        owner: str = "",
     ) -> None:
         self.plan, self._performance = plan, performance or Performance()
         self._world, self._entropy = world or World(), entropy or OsEntropy()
@@ -77,27 +82,29 @@ class PrivateGradient:
             self._batches = PrivateBatches(
                 private, plan, self._params, public_example=public_example, public_rows=public_rows, world=self._world
             )
+            self.form_is_known = self._batches.form_is_known
+            self._batches.learn_ranges(self._model, loss_fn, probe_rows)
             self._backend = self._checked_backend(loss_fn, probe_rows)
-            group = self._rows_in_group()
-        group = int(self._world.largest(group))
+            sizes = self._sizes()
+        precise = self._performance.precise(loss_fn)
+        for rows in self._world.from_lead(lambda: sizes):  # one measurement for all: the slowest rank sets the pace
+            with self._world.together(), untouched(self._model):
+                unlike = not self._alike(rows, adding, precise)
+            if not self._world.largest(unlike):  # on no rank, whose processors may differ
+                break
+        if rows < sizes[0]:
+            _log.info("Pieces of %d rows, because at %d rows, how one is rounded depends on its place.", rows, sizes[0])
         with self._world.together(), untouched(self._model):
-            rows = self._performance.micro_batch_size or self._choose_rows(group)
-        rows = self._world.from_lead(lambda: rows)  # one measurement for all: the slowest rank sets the pace
-        with self._world.together(), untouched(self._model):
-            self._batches.use(rows, padded_rows(rows, group))
-            precise = self._performance.precise(loss_fn)
+            self._batches.use(rows)
             self._passes = PrivatePasses(
                 self._model, precise, self._backend, self._batches, plan.max_grad_norm, adding, self._world.size
             )
-            self.out = Releases(
-                self._params, plan, ledger=ledger, run_id=run_id, entropy=self._entropy, world=self._world
-            )
-            block = self._steps_per_block()
+            given: dict[str, Any] = {"ledger": ledger, "run_id": run_id, "owner": owner}
+            self.out = Releases(self._params, plan, **given, entropy=self._entropy, world=self._world)
+            self.step_seconds = self._seconds_of_a_step()
+            self.block = max(1, min(int(_BLOCK_SECONDS / self.step_seconds), plan.steps // _BLOCK_SHARE))
         self._world.require_same("the private data", self._batches.population, _SAME_DATA)
-        self.out.register(block)
-        if correlated and not correlated.order_kept and self.out.begun:
-            # In another process the records may come in another order, and with it their turns.
-            self.out.skip(correlated.participation(plan.max_releases).separation - 1)
+        self.out.register(self.block)
         system.give_back_freed_memory()  # larger pieces were measured than are used
 
     def release(self) -> Tensors:
@@ -125,7 +132,8 @@ class PrivateGradient:
         with self._private_step():
             here = self._passes.usable(self._batches.sample(self._entropy, self.out.round))
         total = self._world.total(float(here))
-        return self._world.from_lead(lambda: self.out.noisy_number(total))
+        noisy = self.out.noisy_number(total)  # on every rank, as each uses its step up
+        return self._world.from_lead(lambda: noisy)
 
     @contextmanager
     def _private_step(self) -> Iterator[None]:
@@ -167,25 +175,43 @@ class PrivateGradient:
         probe(self._model, performance.precise(loss_fn), made_up, alike)
         return make_backend(performance, self._model, loss_fn, made_up)
 
-    def _rows_in_group(self) -> int:
-        """Of this rank, whose processor may be another than that of the others."""
-        batches = self._batches
-        if batches.of_users or not batches.fixed_shape:
-            return GROUP
+    def _sizes(self) -> list[int]:
+        """Numbers of rows to try, the best first. A user's records are not clipped one by one, and read in parts."""
+        batches, wanted = self._batches, self._performance.micro_batch_size
+        self._any_places = batches.of_users or not batches.fixed_shape or getattr(self._backend, "any_shape", False)
+        if self._any_places:
+            return [wanted or default_rows(self._model, self.plan.expected_batch_size / self._world.size)]
+        if wanted is not None:
+            return sizes_from(wanted)
         with own_randomness(0, [batches.device]):
-            share = self.plan.expected_batch_size / self._world.size
-            return rows_in_group(self._backend, self._model, batches.made_up, share)
+            return fastest_rows(self._backend, self._model, batches.made_up, self.plan, 1 / self._world.size)
 
-    def _choose_rows(self, group: int) -> int:
-        """As many as run fastest. A user's records are not clipped one by one, and are read in parts of fixed size."""
-        batches = self._batches
-        if batches.of_users or not batches.fixed_shape:
-            return default_rows(self._model, self.plan.expected_batch_size / self._world.size)
-        with own_randomness(0, [batches.device]):
-            return fastest_rows(self._backend, self._model, batches.made_up, self.plan, 1 / self._world.size, group)
+    def _alike(self, rows: int, adding: Adding, loss_fn: LossFn) -> bool:
+        """Whether all rows of a piece are rounded alike. A backend that shows nothing is trusted at multiples of 64."""
+        if rows == 1 or self._any_places:
+            return True
+        if isinstance(self._performance.backend, str):
+            refuse_mixing(self._model, loss_fn, self._batches.made_up(rows))
+        if not isinstance(self._backend, Traced):
+            return rows % GROUP == 0
+        passes = self.plan.steps * max(1.0, self.plan.expected_batch_size / self._world.size / rows)
+        per_example, shapes = self._backend.per_example, [p.shape for p in self._params]
 
-    def _steps_per_block(self) -> int:
-        """How many steps a ledger record covers, from a rehearsal on made-up rows: private timing must not show in it.
+        def numbers(batch: Batch) -> Tensors:
+            found = per_example(batch)
+            return [*found, row_norms(found)] if [t.shape[1:] for t in found] == shapes else found
+
+        with own_randomness(0, [self._batches.device]), without_dropout(self._model), unchanged_views():
+            with torch.no_grad():
+                for p in self._params:  # gradients past a layer that starts at zero are zero, and would show nothing
+                    if not p.any():
+                        p.normal_(std=0.1)
+            if isinstance(self._backend, Tunable):
+                self._backend.tune(self._batches.made_up(rows), adding)
+            return alike(numbers, self._batches.made_up, rows, passes)
+
+    def _seconds_of_a_step(self) -> float:
+        """From a rehearsal on made-up rows. Blocks and checkpoints go by it: private timing must not show in them.
 
         The rehearsal has the shape of every private batch, so that it also meets a lack of memory first.
         """
@@ -194,5 +220,4 @@ class PrivateGradient:
             started = time.monotonic()
             self._passes.rehearse()
         pieces = max(1.0, self.plan.expected_batch_size / self._world.size / self._batches.rows)
-        wanted = int(_BLOCK_SECONDS / ((time.monotonic() - started) * pieces + 1e-6))
-        return max(1, min(wanted, self.plan.steps // _BLOCK_SHARE))
+        return (time.monotonic() - started) * pieces + 1e-6

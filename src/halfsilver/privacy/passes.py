@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import final
 
 import torch
 
 from halfsilver._core.model_state import ModelState
-from halfsilver._core.tensors import Batch, LossFn, batch_leaves, batch_rows, map_batch, take_rows, trainable
+from halfsilver._core.tensors import Batch, LossFn, batch_leaves, batch_rows, map_batch, trainable
 from halfsilver.privacy.batches import Chunk, PrivateBatches
 from halfsilver.privacy.gradients import ClippedSum, GradientBackend
 from halfsilver.privacy.gradients.base import Adding, Tunable
 from halfsilver.privacy.gradients.users import clipped_user_gradient
+from halfsilver.privacy.pieces import in_parts
 from halfsilver.privacy.silence import silent
 
 _NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -60,7 +62,8 @@ class PrivatePasses:
         if self._batches.of_users:
             clipped_user_gradient(self._model, self._loss_fn, [made_up], self._clip)
         else:
-            self._backend.clipped_sum(made_up, self._clip, None, self._adding)
+            everyone = torch.ones(batch_rows(made_up), dtype=torch.bool)  # a backend that takes none fails aloud here
+            self._backend.clipped_sum(made_up, self._clip, everyone, self._adding)
 
     def clipped_sum(self, chunks: list[Chunk]) -> ClippedSum:
         """Of the sampled units. Nothing in it waits for another rank."""
@@ -80,7 +83,7 @@ class PrivatePasses:
         self._state.record()
         try:
             if not self._batches.of_users:
-                return sum(self._usable_rows(self._batches.fetch(chunk)) for chunk in chunks)
+                return sum(map(self._usable_rows, map(self._batches.fetch, chunks)))
             sums = (part for user in self._batches.users(chunks) for part in self._of_user(user))
             return sum(any(bool(t.any()) for t in part.tensors) for part in sums)  # zero: no row, or none is finite
         finally:
@@ -108,27 +111,29 @@ class PrivatePasses:
         """The clipped sum of a batch; where that fails, of the examples for which it does not.
 
         A label out of range, for example, raises inside the loss. The model itself has passed the probe, so the cause
-        is a record.
+        is a record. To find it, some examples are tried at a time, at their places in a batch of the full shape with
+        made-up ones at all others. What counts is a last pass with all good ones in place, so a bad example moves no
+        other one.
         """
-        rows = batch_rows(batch)
-        part = self._attempt(batch, rows) if rows else None
-        if part is not None:
+        self._added += batch_rows(batch)
+        for _, part in in_parts(partial(self._attempt, batch), range(batch_rows(batch))):
             yield part
-        elif rows > 1:
-            yield from self._of_examples(take_rows(batch, slice(0, rows // 2)))
-            yield from self._of_examples(take_rows(batch, slice(rows // 2, rows)))
 
-    def _attempt(self, batch: Batch, rows: int) -> ClippedSum | None:
-        """The clipped sum; None if the pass failed, if it is not finite, or if the pass wrote into the model.
+    def _attempt(self, batch: Batch, rows: Sequence[int]) -> ClippedSum | None:
+        """The clipped sum of these rows, if any; None if the pass failed, is not finite or wrote into the model.
 
         A write may have reached the other examples of the batch. By itself, the example that causes it is left out.
         """
+        if not rows:
+            return None
         part, short = None, False
         with silent():
             try:
                 # The closed form of a linear model runs no code but its own, and needs neither padding nor a copy.
-                padded = batch if self._any_shape else self._batches.padded(batch, rows)
-                part = self._backend.clipped_sum(padded, self._clip, rows, self._counted(rows))
+                piece = batch if self._any_shape else self._batches.piece(batch, rows)
+                everyone, counted = len(rows) == batch_rows(piece), torch.zeros(batch_rows(piece), dtype=torch.bool)
+                counted[torch.tensor(rows)] = True
+                part = self._backend.clipped_sum(piece, self._clip, None if everyone else counted, self._how_to_add())
             except _NO_MEMORY:
                 short = True
         if short:
@@ -151,16 +156,14 @@ class PrivatePasses:
             yield part
 
     def _usable_rows(self, batch: Batch) -> int:
-        rows = batch_rows(batch)
-        if rows and self._attempt(batch, rows) is not None:
-            finite = [t.reshape(rows, -1).isfinite().all(1) for t in batch_leaves(batch) if t.layout == torch.strided]
-            return int(torch.stack(finite).all(0).sum()) if finite else rows
-        halves = [slice(0, rows // 2), slice(rows // 2, rows)] if rows > 1 else []
-        return sum(self._usable_rows(take_rows(batch, half)) for half in halves)
+        parts = in_parts(partial(self._attempt, batch), range(batch_rows(batch)))
+        good = [row for rows, _ in parts for row in rows]
+        leaves = [t[good] for t in batch_leaves(batch) if t.layout == torch.strided] if good else []
+        finite = [t.reshape(len(good), -1).isfinite().all(1) for t in leaves]
+        return int(torch.stack(finite).all(0).sum()) if finite else len(good)
 
-    def _counted(self, rows: int) -> Adding:
-        """How to sum the next `rows`: in float64 throughout once there are more than the margin pays for."""
-        self._added += rows
+    def _how_to_add(self) -> Adding:
+        """How to sum the next rows: in float64 throughout once there are more than the margin pays for."""
         return replace(self._adding, exact=self._added > self._fewest_exact)
 
     def _require_memory(self) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import sparse
+from torch import Tensor
+
+from halfsilver.privacy.pieces import alike, sizes_from
 
 Array = np.ndarray[Any, Any]
 
 # Rows that are mapped at once: one shape for all, because a library may round a row otherwise beside fewer rows.
-_BLOCK = 256
+_MOST_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +24,8 @@ class RowMap:
     """Centres a row, turns and scales it, shortens it to norm at most 1, and appends a constant.
 
     With u = (x - centre) @ axes, the row becomes (u / max(1, |u|), constant) / sqrt(1 + constant^2), which has norm at
-    most 1. Guarantee: the result for a row depends on that row and on the map alone, up to rounding in float64.
+    most 1. Guarantee: the result for a row depends on that row and on the map alone, as far as the library's products
+    round a row alike at all places of a block. That is tried on made-up rows, bit for bit, and chooses the block.
 
     Args:
         centre: The public mean, of shape (features,).
@@ -41,14 +47,28 @@ class RowMap:
         """Map rows, dense or CSR. A row with an entry that is not finite becomes NaN somewhere, without a warning."""
         out = np.zeros((x.shape[0], self.width))
         with np.errstate(all="ignore"):
-            for i in range(0, x.shape[0], _BLOCK):
-                block = x[i : i + _BLOCK]
-                dense = (block.toarray() if sparse.issparse(block) else np.asarray(block)).astype(np.float64)
+            for i in range(0, x.shape[0], self._rows):
+                block = x[i : i + self._rows]
+                # Columns of a matrix in Fortran order, as those of a frame are, would be rounded in another order.
+                dense = np.ascontiguousarray(block.toarray() if sparse.issparse(block) else block, dtype=np.float64)
                 rows = len(dense)
-                if rows < _BLOCK:
-                    dense = np.concatenate([dense, np.zeros((_BLOCK - rows, dense.shape[1]))])
+                if rows < self._rows:
+                    dense = np.concatenate([dense, np.zeros((self._rows - rows, dense.shape[1]))])
                 out[i : i + rows] = self._map(dense - self.centre)[:rows]
         return out
+
+    @cached_property
+    def _rows(self) -> int:
+        """As many at once as are all rounded alike, which products of matrices do not do at all numbers of rows."""
+        generator = torch.Generator().manual_seed(0)
+
+        def made_up(rows: int) -> Tensor:
+            return torch.randn(rows, len(self.centre), generator=generator, dtype=torch.float64)
+
+        def mapped(rows: Tensor) -> list[Tensor]:
+            return [torch.from_numpy(self._map(rows.numpy()))]
+
+        return next(rows for rows in sizes_from(_MOST_ROWS) if alike(mapped, made_up, rows))
 
     def _map(self, centred: Array) -> Array:
         return self.shortened(centred * self.axes if isinstance(self.axes, float) else centred @ self.axes)

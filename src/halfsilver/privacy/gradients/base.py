@@ -20,8 +20,10 @@ _BLOCK = 1024
 # In float32, squares of 1024 numbers are summed with at most 1025 roundings, and two such norms may be multiplied.
 _MEASURING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
-# A norm from here on is not measured: C / norm, and what it multiplies, must be far from the subnormal numbers.
-_LONGEST = 2.0**80
+# Weights fall to zero towards this norm. Squares of float32 overflow at 2^64 only, and C / norm is far from subnormal.
+_LONGEST = 2.0**62
+# What is taken off all weights, so that they fall to zero before they are subnormal in float32 and so not accurate.
+_LEAST_WEIGHT = 2.0**-100
 
 # Unit roundoffs.
 _U32, _U64 = 2.0**-24, 2.0**-53
@@ -64,6 +66,8 @@ class Adding:
     1. Let c_i be the clipped gradient of row i, a function of that row alone with |c_i| <= C', and S = sum_i c_i + e
        the computed sum. A neighbour without row j computes S' = sum_i c_i - c_j + e', so |S - S'| <= C' + |e| + |e'|.
        The roundings e and e' differ in every block, because removing one row shifts all later rows by one place.
+       That c_i does not depend on that place is an assumption about the library's kernels. `alike` in
+       ``privacy/pieces.py`` checks it on made-up rows for the number of rows that a batch has; it is not proved.
     2. A sum of m rows takes m - 1 additions, each off by at most u times its result, and the k-th partial sum is at
        most k C' long. So |e| <= (2 + ... + m) u C' = (m (m + 1) / 2 - 1) u C', in any order.
     3. The product with the clip factor, the factor itself and terms of second order add one rounding each. So N rows in
@@ -159,13 +163,13 @@ class GradientBackend(Protocol):
     """One way to compute clipped gradient sums.
 
     Guarantee of every implementation: adding or removing one example changes the sum by at most `max_grad_norm`, the
-    rounding of all others included. An example whose gradient is NaN, infinite or too large to measure contributes
+    rounding of all others included. An example whose gradient is NaN, infinite or longer than 2^62 contributes
     zero. No state is kept between calls. `adding` describes the sum over all calls; without it, this call is the whole
     sum.
 
-    Only the first `rows` examples count (all by default); the others are padding. The mechanism gives every batch the
-    same shape, because library kernels may round a row differently depending on how many rows are beside it. A backend
-    that handles this by itself says so with ``any_shape = True``.
+    Only examples for which `counted`, one boolean each, is true count (all by default); the others are padding. The
+    mechanism gives every batch the same shape, because library kernels may round a row differently depending on how
+    many rows are beside it. A backend that handles this by itself says so with ``any_shape = True``.
 
     References:
         - Abadi et al. 2016, Deep Learning with Differential Privacy, arXiv:1607.00133, for clipping per example.
@@ -174,7 +178,7 @@ class GradientBackend(Protocol):
     name: str
 
     def clipped_sum(
-        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+        self, batch: Batch, max_grad_norm: float, counted: Tensor | None = None, adding: Adding | None = None
     ) -> ClippedSum: ...
 
 
@@ -184,14 +188,24 @@ class Tunable(Protocol):
 
     def tune(self, batch: Batch, adding: Adding) -> None: ...
 
-    def norms(self, batch: Batch) -> Tensor:
-        """Of the gradient of each row, before it is clipped."""
-        ...
+
+@runtime_checkable
+class Traced(Protocol):
+    """A backend that shows the numbers of which row i's contribution is made, row i of each tensor."""
+
+    def per_example(self, batch: Batch) -> Tensors: ...
 
 
-def clock() -> float:
-    """Seconds for comparing ways to compute. Time of this thread if torch has one, since others may share its core."""
-    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+def clock(device: torch.device) -> float:
+    """Seconds for comparing ways to compute on `device`, once it has done what was asked of it.
+
+    On the CPU, time of this thread if torch has one, since others may share its core.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif torch.get_num_threads() == 1:
+        return time.thread_time()
+    return time.perf_counter()
 
 
 def measuring(dtype: torch.dtype) -> float:
@@ -200,8 +214,14 @@ def measuring(dtype: torch.dtype) -> float:
 
 
 def measurable(norms: Tensor) -> Tensor:
-    """Norms as they are, infinite from 2^80 on."""
-    return torch.where(norms < _LONGEST, norms, torch.inf)
+    """Norms n as 1 / (1 / n - 2^-62), and infinite from 2^62 on: as they are, but for huge ones.
+
+    So the weight of a row, C / norm, falls to zero without a jump before anything overflows: the clipped gradient has
+    the length C (1 - n / 2^62), which a relative error of n changes by no more than that share of C. With a jump, an
+    error in the last bit of n would decide whether the row counts with C or not at all.
+    """
+    norms = norms.double()
+    return norms / (1 - norms / _LONGEST).clamp_(min=0.0)
 
 
 def lengths_from(squares: Tensor, dtype: torch.dtype, entries: int) -> Tensor:
@@ -227,20 +247,23 @@ def require_weighable(dtype: torch.dtype, name: str) -> None:
         )
 
 
-def clip_factors(norms: Tensor, max_grad_norm: float, tau: float, rows: int | None = None) -> Tensor:
-    """Weights min(1, C / ((1 + tau) norm)) that bring each gradient to norm at most C / (1 + tau).
+def clip_factors(norms: Tensor, max_grad_norm: float, tau: float, counted: Tensor | None = None) -> Tensor:
+    """Weights min(1, C / ((1 + tau) norm)) - 2^-100 that bring each gradient to norm at most C / (1 + tau).
 
-    The weight is zero for padding and for norms that are not finite. It is also zero where it would be subnormal in
-    float32 and so not accurate, which happens only under clip norms below those of any plan.
+    The weight is zero for padding and for norms that are not finite. Both ends are reached without a jump: `norms` come
+    from `measurable`, and weights below 2^-100, which no plan in float32 has, are zero.
 
     References:
         - Abadi et al. 2016, Deep Learning with Differential Privacy, arXiv:1607.00133, Algorithm 1, for tau = 0.
     """
-    factors = (max_grad_norm / (1 + tau) / norms.double()).clamp_(max=1.0)
-    factors = torch.where(torch.isfinite(norms) & (factors >= 2 * torch.finfo(torch.float32).tiny), factors, 0.0)
-    if rows is not None:
-        factors[rows:] = 0.0
-    return factors
+    factors = (max_grad_norm / (1 + tau) / norms.double()).clamp_(max=1.0).sub_(_LEAST_WEIGHT).clamp_(min=0.0)
+    factors = torch.where(torch.isfinite(norms), factors, 0.0)
+    return factors if counted is None else factors * counted.to(factors.device)
+
+
+def reach(counted: Tensor | None) -> int | None:
+    """How many of the first rows contain all that count; None if all may."""
+    return None if counted is None else int(counted.nonzero().max()) + 1 if counted.any() else 0
 
 
 def row_norms(per_example: Sequence[Tensor]) -> Tensor:
@@ -298,12 +321,12 @@ def at_least_float32(t: Tensor) -> Tensor:
 
 
 def clip_and_sum(
-    per_example: Sequence[Tensor], max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+    per_example: Sequence[Tensor], max_grad_norm: float, counted: Tensor | None = None, adding: Adding | None = None
 ) -> ClippedSum:
     """Clip materialised per-example gradients; norm and sum read the same tensors."""
     adding = adding or Adding.once(len(per_example[0]))
     tau = max(adding.margin(dtype) for dtype in {g.dtype for g in per_example})
-    factors = clip_factors(row_norms(per_example), max_grad_norm, tau, rows)
+    factors, rows = clip_factors(row_norms(per_example), max_grad_norm, tau, counted), reach(counted)
     flat = [g.reshape(len(g), -1)[:rows] for g in per_example]
     sums = [weighted_rows(factors[:rows], f, adding).view(g.shape[1:]) for f, g in zip(flat, per_example, strict=True)]
     return ClippedSum(sums, max_grad_norm)

@@ -25,9 +25,9 @@ class OpacusHooks:
         self._model, self._loss_fn = model, loss_fn
 
     def clipped_sum(
-        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+        self, batch: Batch, max_grad_norm: float, counted: Tensor | None = None, adding: Adding | None = None
     ) -> ClippedSum:
-        return clip_and_sum(self.per_example(batch), max_grad_norm, rows, adding)
+        return clip_and_sum(self.per_example(batch), max_grad_norm, counted, adding)
 
     def per_example(self, batch: Batch) -> Tensors:
         with attached(self._model), torch.enable_grad():

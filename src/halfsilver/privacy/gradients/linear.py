@@ -72,7 +72,7 @@ class LinearModel:
 
     @torch.no_grad()
     def clipped_sum(
-        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+        self, batch: Batch, max_grad_norm: float, counted: Tensor | None = None, adding: Adding | None = None
     ) -> ClippedSum:
         x, y, norms = batch
         adding = adding or Adding.once(len(x))
@@ -80,7 +80,7 @@ class LinearModel:
         residuals = torch.stack([self._residual(predictions(x, weight), target) for weight, target in outputs]).double()
         lengths = lengths_from(residuals.square().sum(0), torch.float64, len(residuals))
         tau = adding.margin(x.dtype)
-        factors = clip_factors(measurable(measurable(norms) * lengths), max_grad_norm, tau, rows)
+        factors = clip_factors(measurable(measurable(norms) * measurable(lengths)), max_grad_norm, tau, counted)
         weights = torch.where(factors > 0, residuals * factors, 0.0)
         return ClippedSum([torch.stack([_sum_of_rows(w, x, adding) for w in weights])], max_grad_norm)
 

@@ -9,12 +9,16 @@ it is a write. Mixing that only some inputs cause is not found; ``backend="vmap"
 from __future__ import annotations
 
 import math
+import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfsilver._core.model_state import ModelState, untouched
 from halfsilver._core.random import own_randomness
@@ -75,11 +79,23 @@ def _refuse_mixing(model: Module, loss_fn: LossFn, batch: Batch, state: ModelSta
         for changed in (_swap(batch, row), *(_spoil(batch, row, value) for value in _EXTREMES)):
             after = _attempt(model, loss_fn, changed)
             _refuse_written(model, state)
-            if after is not None and not torch.allclose(losses[others], after[others], rtol=1e-3, atol=1e-5):
-                raise UnsupportedLayer(
-                    "The loss of one example depends on another example of its batch, so a clipped gradient would "
-                    f"not bound anyone's influence.{_advice(model)}"
-                )
+            if after is not None:
+                _require_same(model, losses[others], after[others])
+
+
+def refuse_mixing(model: Module, loss_fn: LossFn, batch: Batch) -> None:
+    """The same where a batch has the size of a private one: the first row among others, and among its copies."""
+    alone = take_rows(batch, torch.zeros(batch_rows(batch), dtype=torch.long))
+    with untouched(model), own_randomness(0, [p.device for p in model.parameters()]), torch.no_grad():
+        _require_same(model, _pass(model, loss_fn, batch)[0], _pass(model, loss_fn, alone)[0])
+
+
+def _require_same(model: Module, before: Tensor, after: Tensor) -> None:
+    if not torch.allclose(before, after, rtol=1e-3, atol=1e-5, equal_nan=True):
+        raise UnsupportedLayer(
+            "The loss of one example depends on another example of its batch, so a clipped gradient would not bound "
+            f"anyone's influence.{_advice(model)}"
+        )
 
 
 def _losses(model: Module, loss_fn: LossFn, batch: Batch) -> Tensor:
@@ -132,6 +148,34 @@ def _refuse_written(model: Module, state: ModelState) -> None:
         )
 
 
+# ---- losses that draw random numbers
+
+
+def draws_for_each(model: Module, loss_fn: LossFn, batch: Batch) -> bool:
+    """Whether a pass draws its random numbers for each example, so that twice as many examples take twice as many.
+
+    A removed record changes which examples share a number, and so what the others add up to, by any amount. Raises
+    `ConfigError` for numbers of Python or NumPy, which any backend draws once for several examples.
+    """
+    found: list[list[int]] = []
+
+    def counted(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            found[-1] += [t.numel() for t in batch_leaves(out)[:1]]
+        return out
+
+    counting: Any = type("Counting", (TorchDispatchMode,), {"__torch_dispatch__": counted})
+    for rows in (batch, map_batch(lambda t: torch.cat([t, t]), batch)):
+        with own_randomness(0, [p.device for p in model.parameters()]), counting():
+            found.append([])
+            others = [repr((random.getstate(), np.random.get_state()))]  # noqa: NPY002
+            _pass(model, loss_fn, rows)
+            if repr((random.getstate(), np.random.get_state())) not in others:  # noqa: NPY002
+                raise ConfigError("loss_fn draws by Python's random or NumPy, once for all examples. Draw by torch.")
+    return [2 * n for n in found[0]] == found[1]
+
+
 # ---- layers that are known to write or to mix
 
 
@@ -181,7 +225,10 @@ def _advice(model: Module) -> str:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             return f" {type(module).__name__} at {name!r} does this: {_NORM}."
-    return " Look for operations over dimension 0, or for an LSTM without batch_first=True."
+    return (
+        " Look for operations over dimension 0, for an LSTM without batch_first=True, or for shapes (N, 1) and (N,), "
+        "which broadcast to (N, N)."
+    )
 
 
 # ---- made-up rows

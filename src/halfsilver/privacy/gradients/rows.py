@@ -1,4 +1,4 @@
-"""How many examples a private pass takes at once: the one shape that every private batch is padded to."""
+"""How many examples a private pass takes at once: which numbers are fastest."""
 
 from __future__ import annotations
 
@@ -11,63 +11,28 @@ from typing import Any
 
 import torch
 
-from halfsilver._core.model_state import without_dropout
-from halfsilver._core.tensors import Batch, batch_leaves, take_rows, trainable
-from halfsilver._core.views import unchanged_views
+from halfsilver._core.tensors import Batch, batch_leaves, trainable
 from halfsilver.privacy.gradients.base import Adding, GradientBackend, Tunable, clock
+from halfsilver.privacy.pieces import GROUP
 from halfsilver.privacy.plan import PrivacyPlan
 
 # Per-example gradients that may exist at once, in numbers: 1 GB in float64.
 _MATERIALISED = 2**27
 
-# Libraries compute rows in groups, and one that is left over in another way. At a multiple of this many rows, all of
-# them are rounded alike, wherever they stand.
-GROUP = 16
-# Small batches are filled up to fewer rows, if these are rounded alike on this machine.
-_SMALL_GROUP, _SMALL_BATCH = 8, 64
-_TRIED, _LEAST_NORM = 2, 1e-9
-_SIZES = (16, 32, 64, 128, 256, 512)
+# Below 64 rows, one is as likely as another to round all of them alike; these make little padding, and few pieces.
+_SMALL, _SIZES = (8, 16, 32), (64, 128, 256, 512)
 # Once a piece takes so long, larger ones have nothing left to gain, but take more memory.
 _LONG_SECONDS = 0.25
 _ROUNDS = 4
 _LEAST_SECONDS, _SHARE_OF_PLAN = 1.0, 0.01
 
-_measured: dict[tuple[Any, ...], int] = {}
+_measured: dict[tuple[Any, ...], list[int]] = {}
 
 
 def most_rows(model: torch.nn.Module) -> int:
     """As many as may be in memory at once if each had a gradient of its own, but no more than 512."""
     parameters = sum(p.numel() for p in trainable(model))
-    return max(1, min(512, _MATERIALISED // max(parameters, 1)) // GROUP * GROUP)
-
-
-def padded_rows(rows: int, group: int = GROUP) -> int:
-    """How many rows a piece of `rows` is filled up to: a whole number of groups, or a single row.
-
-    >>> [padded_rows(rows) for rows in (1, 2, 16, 17)], padded_rows(17, 8)
-    ([1, 16, 16, 32], 24)
-    """
-    return 1 if rows == 1 else group * math.ceil(rows / group)
-
-
-def rows_in_group(
-    backend: GradientBackend, model: torch.nn.Module, made_up: Callable[[int], Batch], expected: float
-) -> int:
-    """The number of rows of whose multiples a piece may be: 8 for a small batch, if the machine passes a check.
-
-    One made-up row stands at all places of a batch of 8 rows, and of 24. Its gradient norms must be the same to the
-    last bit. They are sums over all numbers of the gradient, so hardly any difference in rounding is missed.
-    """
-    if expected > _SMALL_BATCH or not isinstance(backend, Tunable):
-        return GROUP
-    some = made_up(_TRIED)
-    with without_dropout(model), unchanged_views():
-        for row in range(_TRIED):
-            for rows in (_SMALL_GROUP, GROUP + _SMALL_GROUP):
-                norms = backend.norms(take_rows(some, torch.full((rows,), row)))
-                if not ((norms == norms[0]) & (norms > _LEAST_NORM) & torch.isfinite(norms)).all():
-                    return GROUP
-    return _SMALL_GROUP
+    return max(1, min(512, _MATERIALISED // max(parameters, 1)))
 
 
 def default_rows(model: torch.nn.Module, expected: float) -> int:
@@ -87,35 +52,32 @@ def expected_pieces(rows: int, expected: float, sampling_rate: float) -> float:
 
 
 def fastest_rows(
-    backend: GradientBackend,
-    model: torch.nn.Module,
-    made_up: Callable[[int], Batch],
-    plan: PrivacyPlan,
-    share: float,
-    group: int = GROUP,
-) -> int:
-    """The number for which a step is fastest, padding included: measured on made-up rows and remembered.
+    backend: GradientBackend, model: torch.nn.Module, made_up: Callable[[int], Batch], plan: PrivacyPlan, share: float
+) -> list[int]:
+    """Numbers of rows, that for which a step is fastest first, padding included: measured on made-up rows, remembered.
 
     `share` is the part of the plan's batch that is drawn here. A short plan is not worth long measurements.
     """
+    expected, most = share * plan.expected_batch_size, most_rows(model)
+    sizes = _sizes(expected, plan.sampling_rate, most)
     if not isinstance(backend, Tunable):
-        return default_rows(model, share * plan.expected_batch_size)
-    shapes = [(tuple(t.shape), t.dtype) for t in (*trainable(model), *batch_leaves(made_up(1)))]
-    key = (*shapes, plan.expected_batch_size, plan.sampling_rate, share, group, torch.get_num_threads())
+        wanted = min(expected, default_rows(model, expected))
+        return sorted((n for n in {*sizes, 1} if n <= most), key=lambda n: (n < wanted, abs(n - wanted)))
+    shapes = [(tuple(t.shape), t.dtype, t.device.type) for t in (*trainable(model), *batch_leaves(made_up(1)))]
+    key = (*shapes, plan.expected_batch_size, plan.sampling_rate, share, torch.get_num_threads())
     if key not in _measured:
-        most = max(GROUP, most_rows(model))  # a backend with a choice of ways need not hold a gradient for each row
-        _measured[key] = _fastest(backend, made_up, plan, share, most, group)
+        _measured[key] = _by_speed(backend, made_up, plan, share, sizes)
     return _measured[key]
 
 
-def _fastest(
-    backend: Any, made_up: Callable[[int], Batch], plan: PrivacyPlan, share: float, most: int, group: int
-) -> int:
+def _by_speed(
+    backend: Any, made_up: Callable[[int], Batch], plan: PrivacyPlan, share: float, sizes: list[int]
+) -> list[int]:
     """From small to large, until steps have become clearly slower twice, or measuring costs too much of the plan."""
     costs: dict[int, float] = {}
     expected, started = share * plan.expected_batch_size, time.monotonic()
     adding = Adding.of(plan.expected_batch_size, plan.sampling_rate)
-    for rows in _sizes(expected, plan.sampling_rate, most, group):
+    for rows in sizes:
         batch = made_up(rows)
         backend.tune(batch, adding)
         seconds = _seconds(backend, batch, adding)
@@ -128,21 +90,29 @@ def _fastest(
             or time.monotonic() - started > max(_LEAST_SECONDS, _SHARE_OF_PLAN * plan.steps * best)
         ):
             break
-    # The smallest that is nearly the fastest: it takes less memory, and measurements are noisy.
-    return next(rows for rows, cost in costs.items() if cost <= 1.05 * min(costs.values()))
+    # The smallest that is nearly the fastest first: it takes less memory, and measurements are noisy.
+    found = sorted(costs, key=lambda rows: (costs[rows] > 1.05 * best, costs[rows] if costs[rows] > 1.05 * best else 0))
+    return [*found, *(rows for rows in sizes if rows not in costs), 1]
 
 
-def _sizes(expected: float, sampling_rate: float, most: int, group: int) -> list[int]:
-    """Sizes to try: up to the first that takes nearly every batch in one piece, which is itself one of them."""
-    spread = math.sqrt(expected * (1 - sampling_rate))
-    whole = padded_rows(max(2, math.ceil(expected + 2.5 * spread)), group)
-    return sorted({min(size, whole, most) for size in (group, *_SIZES, whole)})
+def _sizes(expected: float, sampling_rate: float, most: int) -> list[int]:
+    """Sizes to try: up to the first that takes nearly every batch in one piece, which is itself one of them.
+
+    With several threads, each takes its part of a kernel's numbers, and the groups are those of a part.
+    """
+    whole = max(2, math.ceil(expected + 2.5 * math.sqrt(expected * (1 - sampling_rate))))
+    small = {*_SMALL, 8 * math.ceil(whole / 8)} if whole <= 2 * GROUP or most < GROUP else set[int]()
+    whole = GROUP * math.ceil(whole / GROUP)
+    large = {*_SIZES, whole, GROUP * torch.get_num_threads()}
+    return sorted(
+        {*(n for n in small if n < min(whole, GROUP)), *(min(n, whole) for n in large if n <= max(most, GROUP))}
+    )
 
 
 def _seconds(backend: GradientBackend, batch: Batch, adding: Adding) -> float:
-    times = []
+    times, device = [], batch_leaves(batch)[0].device
     for _ in range(_ROUNDS):
-        started = clock()
+        started = clock(device)
         backend.clipped_sum(batch, 1.0, adding=adding)
-        times.append(clock() - started)
+        times.append(clock(device) - started)
     return min(times)

@@ -58,21 +58,21 @@ class SoftmaxModel:
 
     @torch.no_grad()
     def clipped_sum(
-        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+        self, batch: Batch, max_grad_norm: float, counted: Tensor | None = None, adding: Adding | None = None
     ) -> ClippedSum:
         adding = adding or Adding.once(len(batch[0]))
         tau = measuring(torch.float64) + adding.in_float64
         weight = self._model.weight
         by_column = weight.T.contiguous()
         total = torch.zeros_like(weight)
-        stop = len(batch[0]) if rows is None else rows
-        for i in range(0, stop, _BLOCK):
-            x, labels, norms, weights, offsets = (column[i : min(i + _BLOCK, stop)] for column in batch)
+        counted = torch.ones(len(batch[0]), dtype=torch.bool) if counted is None else counted
+        for i in range(0, len(counted), _BLOCK):
+            x, labels, norms, weights, offsets, here = (column[i : i + _BLOCK] for column in (*batch, counted))
             residual = residuals(x @ by_column, labels, offsets)
             usable = (labels >= 0) & (labels < len(weight)) & (weights >= 0) & (weights < torch.inf)
             weights = torch.where(usable, weights, 0.0)
             lengths = measurable(norms) * torch.linalg.vector_norm(residual, dim=1) * weights
-            factors = clip_factors(measurable(lengths), max_grad_norm, tau) * weights
+            factors = clip_factors(measurable(lengths), max_grad_norm, tau, here) * weights
             if not bool(factors.all()):  # such rows may hold anything, and 0 * NaN is NaN
                 kept = (factors > 0)[:, None]
                 residual, x = residual.where(kept, 0.0), x.where(kept, 0.0)

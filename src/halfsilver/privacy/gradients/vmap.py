@@ -27,11 +27,12 @@ class Vmap:
         self._model = model
         self._loss_of_one = _loss_of_one(model, loss_fn)
         self._per_example = self._choose(example)
+        self.one_by_one = self._per_example == self._one_by_one
 
     def clipped_sum(
-        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+        self, batch: Batch, max_grad_norm: float, counted: Tensor | None = None, adding: Adding | None = None
     ) -> ClippedSum:
-        return clip_and_sum(self.per_example(batch), max_grad_norm, rows, adding)
+        return clip_and_sum(self.per_example(batch), max_grad_norm, counted, adding)
 
     def per_example(self, batch: Batch) -> Tensors:
         """One gradient per example and trainable parameter, [B, *shape] each."""

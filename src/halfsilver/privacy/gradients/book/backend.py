@@ -17,6 +17,7 @@ from halfsilver.privacy.gradients.base import (
     ClippedSum,
     clip_factors,
     measurable,
+    reach,
     require_weighable,
     row_norms,
 )
@@ -56,17 +57,17 @@ class BookKeeping:
 
     def tune(self, batch: Batch, adding: Adding) -> None:
         """Choose the fastest way for each layer at the shape of `batch`, which holds made-up rows."""
-        with tuning(adding):
+        with tuning(adding, trainable(self._model)[0].device):
             self.clipped_sum(batch, 1.0, adding=adding)
 
-    def norms(self, batch: Batch) -> Tensor:
-        """Of the gradient of each row, before it is clipped."""
-        rows, groups = batch_rows(batch), _groups(self._contributions(batch))
-        squared, _ = _totals(groups, rows, trainable(self._model)[0].device, Adding.once(rows))
-        return squared.sqrt()
+    def per_example(self, batch: Batch) -> Tensors:
+        """Squared norms, what is added to them, and the gradients, or the factors of which they are products."""
+        rows, found = batch_rows(batch), self._contributions(batch)
+        totals = _totals(_groups(found), rows, trainable(self._model)[0].device, Adding.once(rows))
+        return [*totals, *(part for c in found if c is not None for part in c.parts)]
 
     def clipped_sum(
-        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+        self, batch: Batch, max_grad_norm: float, counted: Tensor | None = None, adding: Adding | None = None
     ) -> ClippedSum:
         params = trainable(self._model)
         if batch_rows(batch) == 0:
@@ -75,10 +76,10 @@ class BookKeeping:
         groups, tau = _groups(found), max(adding.margin(p.dtype) for p in params)
         squared, slack = _totals(groups, batch_rows(batch), params[0].device, adding)
         norms = measurable((squared + slack).sqrt())
-        weights = clip_factors(norms, max_grad_norm, tau)[:rows]
+        weights = clip_factors(norms, max_grad_norm, tau, counted)[: reach(counted)]
         clipped = torch.isfinite(norms) & (norms > max_grad_norm / (1 + tau))  # of others, an upper bound is enough
         cancelling = clipped & (slack > _SHARE_OF_SLACK * squared)
-        direct = cancelling[:rows].nonzero().flatten().tolist()
+        direct = (cancelling[: len(weights)] & (weights > 0)).nonzero().flatten().tolist()
         weights[direct] = 0.0
         total = ClippedSum(_weighted_sums(groups, params, weights, adding), max_grad_norm)
         for row in direct:

@@ -32,6 +32,8 @@ class ExampleGradients(Protocol):
     on the numbers that `weighted_sum` adds up, is at most squared_i + slack_i up to the margin of the dtype.
     """
 
+    parts: list[Tensor]  # of which the gradients are made, with the example on dimension 0
+
     @property
     def rows(self) -> int: ...
 
@@ -73,6 +75,7 @@ class Materialised:
 
     def __init__(self, gradients: Tensor) -> None:
         self._gradients = at_least_float32(gradients)
+        self.parts = [self._gradients]
 
     @property
     def rows(self) -> int:

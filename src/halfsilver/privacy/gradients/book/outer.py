@@ -23,7 +23,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from halfsilver.privacy.gradients.base import Adding, at_least_float32, lengths_from, squared_lengths
+from halfsilver.privacy.gradients.base import Adding, at_least_float32, lengths_from, measurable, squared_lengths
 from halfsilver.privacy.gradients.book.example_gradients import (
     Addable,
     ExampleGradients,
@@ -72,6 +72,7 @@ class Outer:
         self.left = left if isinstance(left, OneHot) else at_least_float32(left)
         self.right = at_least_float32(right)
         self.shape = tuple(shape)
+        self.parts = [t for t in (self.left, self.right) if isinstance(t, Tensor)]
 
     @property
     def rows(self) -> int:
@@ -99,9 +100,12 @@ class Outer:
         return _norms_of([self])
 
     def _single(self) -> SquaredNorms:
-        """One outer product: its norm is the product of two norms, and nothing cancels."""
+        """One outer product: its norm is the product of two norms, and nothing cancels.
+
+        One of the two may overflow where the product is ordinary, so each falls out of the range without a jump.
+        """
         factors = [self.right] if isinstance(self.left, OneHot) else [self.left, self.right]
-        squares = [squared_lengths(t[:, 0]).add_(t.shape[2] * torch.finfo(t.dtype).tiny) for t in factors]
+        squares = [measurable(lengths_from(squared_lengths(t[:, 0]), t.dtype, t.shape[2])).square() for t in factors]
         squared = squares[0] if len(squares) == 1 else squares[0].mul_(squares[1])
         return SquaredNorms(squared, torch.zeros_like(squared))
 
@@ -190,6 +194,7 @@ class OuterSum:
 
     def __init__(self, parts: Sequence[Outer]) -> None:
         self._parts = parts
+        self.parts = [factor for part in parts for factor in part.parts]
 
     @property
     def rows(self) -> int:

@@ -44,6 +44,7 @@ class Gram:
 
     def __init__(self, products: Products, examples: int, shape: Sequence[int]) -> None:
         self._products, self._examples, self._shape = products, examples, tuple(shape)
+        self.parts = [t.reshape(examples, -1) for t in (products.x, products.g)]
 
     @property
     def rows(self) -> int:

@@ -114,6 +114,7 @@ class Reordered:
 
     def __init__(self, parts: Tensor, restore: Callable[[Tensor], Tensor]) -> None:
         self._parts, self._restore = parts, restore  # restore: [parts, n, numbers] -> [n, *shape]
+        self.parts = [*parts]
 
     @property
     def rows(self) -> int:
