@@ -110,6 +110,6 @@ def _asked(model: nn.Module, population: int, cohort: int, step: int) -> Round:
 
 
 def _sum(engine: Engine, asked: Round) -> None:
-    fold = Fold(trainable(asked.model), asked.max_grad_norm)
+    fold = Fold(trainable(asked.model), asked.max_grad_norm, users=len(asked.users))
     for contribution in engine.contributions(asked):
         fold.add(contribution)

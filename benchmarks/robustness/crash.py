@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 import halfsilver as hs
-from benchmarks.robustness.disk import Disk, Event, Watch
+from benchmarks.robustness.disk import Disk, Event, Watch, same_place
 from halfsilver import trainer
 from halfsilver._core import system
 from halfsilver._core.tensors import Tensors
@@ -135,6 +135,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
 
 def _live(run_dir: Path, pipe: Connection, without: str | None, plan: hs.PrivacyPlan) -> None:
     os.fsync = Watch(pipe.send).fsync  # type: ignore[assignment]
+    system.place_of = same_place
     _witness(pipe.send)
     if without:
         MUTANTS[without]()

@@ -114,6 +114,11 @@ class Disk:
         return chance.choice([synced, written, _torn(synced, written, chance)])
 
 
+def same_place(folder: Path) -> dict[str, str]:
+    """Stands for `system.place_of`: a folder stays the same one after a cut, although it is laid out anew here."""
+    return {"inode": folder.name, "device": "", "boot": ""}
+
+
 def _torn(synced: bytes, written: bytes, chance: random.Random) -> bytes:
     """Some of what was written since: cut at any byte, and sectors that were not written yet read as zeros."""
     start = len(synced) if written.startswith(synced) else 0

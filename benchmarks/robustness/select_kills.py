@@ -48,8 +48,9 @@ from safetensors import safe_open
 
 import halfsilver as hs
 from benchmarks.robustness.crash import steps_in
-from benchmarks.robustness.disk import Disk, Event, Watch
+from benchmarks.robustness.disk import Disk, Event, Watch, same_place
 from halfsilver import selection
+from halfsilver._core import system
 from halfsilver._core.tensors import Tensors
 from halfsilver.errors import SelectionLost
 from halfsilver.privacy import releases
@@ -109,7 +110,7 @@ class _Process:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self, forced: int | None) -> None:
-        watch = Watch(self._report)
+        watch, system.place_of = Watch(self._report), same_place
         own: dict[str, Callable[..., Any]] = {"fsync": watch.fsync, "rmdir": self._put_away}
         for name in ("fsync", "replace", "unlink", "rmdir", "mkdir"):
             setattr(os, name, self._before(own.get(name) or getattr(os, name)))
@@ -135,10 +136,10 @@ class _Process:
 
         def trained(one: Any, index: int, what: selection.Draw) -> Any:
             self._index = index
-            weights, score = train(one, index, what)
+            weights, score, failed = train(one, index, what)
             text = b"".join(t.numpy().tobytes() for t in weights.values())
             self._report(("scored", index, hashlib.sha256(text).hexdigest(), score))
-            return weights, score
+            return weights, score, failed
 
         _put(Selection, draw=drawn)
         _put(releases.Releases, noisy=told)
@@ -168,7 +169,7 @@ def _draw_again() -> None:
 
     def never(session: Any) -> bool:
         if paid(session):
-            session.ledger.intend = lambda run_id: None
+            session.ledger.intend = lambda run_id, **options: None
         return False
 
     selection._is_paid = never
@@ -178,10 +179,10 @@ def _pay_late() -> None:
     """Have K drawn before the record is written."""
     draws = selection._draws
 
-    def late(session: Any, seal: Any, plan: Selection, settings: int) -> Any:
+    def late(session: Any, seal: Any, plan: Selection, settings: int, probe: str) -> Any:
         if not selection._is_paid(session):
             plan.draw(OsEntropy())
-        return draws(session, seal, plan, settings)
+        return draws(session, seal, plan, settings, probe)
 
     selection._draws = late
 
@@ -393,6 +394,7 @@ _FILES = {
     "ledger.jsonl.head",
     "ledger.jsonl.lock",
     "metrics.jsonl",
+    "place.json",
     "statement.json",
 }
 

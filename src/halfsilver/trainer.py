@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from halfsilver._core import system
 from halfsilver._core.averaging import Average, AverageKind, copy_to
 from halfsilver._core.distributed import World
-from halfsilver._core.random import own_randomness
+from halfsilver._core.random import own_randomness, require_device
 from halfsilver._core.sharded import full_on_lead, is_sharded, local, replicated, reshard, unwrapped, whole_model
 from halfsilver._core.tensors import LossFn, Tensors, eval_mode, norm, trainable
 from halfsilver.errors import BudgetExceeded, ConfigError, PrivateDataError, require
@@ -55,6 +55,8 @@ Stopped = Literal["finished", "budget", "diverged"]
 ReleaseSource = PrivateGradient | UserUpdates
 
 _LOG_LINES = 200
+# A kill costs at most a fiftieth of the plan, or what about 30 seconds take, and checkpoints a fiftieth of the time.
+_CHECKPOINT_SHARE, _CHECKPOINT_SECONDS = 50, 30.0
 _PROBE_ROWS = 64  # public rows on which the model is tried before any private one is read
 
 
@@ -171,7 +173,9 @@ class Trainer:
             either way.
         unsafe_seed: Fixes noise and sampling for a test. This ends the guarantee, and the statement says so.
         progress: Show a progress bar with time left and epsilon spent (default: on a terminal only).
-        checkpoint_seconds: Seconds between two checkpoints, at least 0.
+        checkpoint_seconds: Seconds between two checkpoints, by a rehearsal on made-up rows; a round of an engine counts
+            as one second. Default None: a kill costs at most one step or 2 % of the plan, and about 30 seconds, as long
+            as checkpoints take at most 2 % of the time. The first is always written after the first block of steps.
         about: What readers of the report should know, such as {"data set": ..., "purpose": ..., "public rows": ...}:
             texts by name. It is kept in the run folder, so it must not tell anything private.
         speed: Deprecated, goes in 0.3. Say `performance`.
@@ -219,7 +223,7 @@ class Trainer:
     skip_public_copies: bool = True
     unsafe_seed: int | None = None
     progress: bool | None = None
-    checkpoint_seconds: float = 30.0
+    checkpoint_seconds: float | None = None
     about: Mapping[str, str] = field(default_factory=dict)
     speed: Performance | None = None
 
@@ -233,6 +237,7 @@ class Trainer:
         self.model = unwrapped(self.model)
         reshard(self.model)
         if self.device is not None:
+            require_device(self.device)
             self.model.to(self.device)
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         learns = {id(p) for p in trainable(self.model)}
@@ -242,6 +247,7 @@ class Trainer:
                 "Expected the optimizer to hold exactly the trainable parameters of the model. Make it from "
                 "[p for p in model.parameters() if p.requires_grad], after freezing layers."
             )
+        require_device(self._device)
         self._settings = settings_of(self.optimizer)  # now, because schedulers change them
         self._state = TrainState(step=0, mirror={}, average=Average(self.average))
         self._shape: Shaped | None = None
@@ -249,11 +255,14 @@ class Trainer:
         self._private: list[PrivateData] = []
         self._shown: dict[str, list[Any]] = {}  # what was read without protection, by where it was given
         self._ledger: Ledger | None = None  # of the latest fit, on rank 0
+        self._write_seconds = math.inf  # of a checkpoint
         self._said = True  # whether a statement there is says that metrics of private rows may be computed
 
     def _check_kinds(self) -> None:
         texts = isinstance(self.about, Mapping) and all(isinstance(t, str) for pair in self.about.items() for t in pair)
         require(texts, "about", self.about, "to be texts by name, such as {'purpose': 'a model of prices'}")
+        named = isinstance(self.metrics, Mapping) and all(map(callable, self.metrics.values()))
+        require(named, "metrics", self.metrics, "to be functions like loss_fn by name, such as {'error': fn}")
         kinds = {"model": torch.nn.Module, "optimizer": Optimizer, "plan": PrivacyPlan}
         for name, kind in kinds.items():
             value = getattr(self, name)
@@ -297,12 +306,12 @@ class Trainer:
         delta: float | None = None,
         test: Any = None,
         test_every: int | None = None,
-        check_usable: bool = False,
+        check_usable: bool | None = None,
     ) -> RunResult:
         """Train on `private` as the plan says, or resume the run in `run_dir`. A finished run is only loaded.
 
-        An unusable private record contributes zero silently, because an error would reveal that it exists. The same
-        holds for a data set in which no record can be used; `check_usable` finds that out, for a price.
+        An unusable private record contributes zero silently, because an error would reveal that it exists. A column
+        that is declared in another kind or shape than the public one is refused. For the rest, see `check_usable`.
 
         The first Ctrl-C or SIGTERM ends the run a step or about a second later, with a checkpoint. `halfsilver.load`
         puts the weights of a finished run into a model.
@@ -321,14 +330,16 @@ class Trainer:
             test: Public test rows, evaluated at the end.
             test_every: Also evaluate at the start and after every so many steps.
             check_usable: Before the first step, count with the plan's noise how many records of a batch can be used.
-                The count takes one of the plan's `spare_steps`.
+                The count takes one of the plan's `spare_steps` (default: wherever there is one and the count can tell;
+                otherwise a log line says what is missing).
 
         Returns:
             How the run ended. The trained weights are in the model.
 
         Raises:
             ConfigError: An argument is wrong, or private rows were given where public ones belong.
-            BudgetExceeded: The ledger's budget does not allow the first step.
+            BudgetExceeded: The run is new, and the ledger's budget does not allow its plan.
+            RunFolderBusy: Another process has this folder, or the run was taken over, or `run_dir` is a copy.
             PrivateDataError: `check_usable` counts fewer than half of the declared records.
         """
         private = private if isinstance(private, PrivateData | Engine) else PrivateData(private)
@@ -390,7 +401,7 @@ class Trainer:
         delta: float | None,
         test: Any,
         test_every: int | None,
-        check_usable: bool,
+        check_usable: bool | None,
         came: Callable[[], int],
     ) -> RunResult:
         psi = None if public is None else self._public_loss(public)
@@ -408,7 +419,8 @@ class Trainer:
         if psi is not None:
             with world.together():
                 psi.check()
-        with Session.open(run_dir, ledger, self.plan, config=config, delta=delta, world=world) as session:
+        opened = Session.open(run_dir, ledger, self.plan, config=config, delta=delta, world=world)
+        with opened as session, session.stated():
             self._ledger = session.ledger
             saved = session.load()
             if session.finished and world.leads:
@@ -416,30 +428,43 @@ class Trainer:
             source = self._source(session, private, psi)
             self._begin(session, psi, saved)
             known = any("usable_share" in line for line in session.history())  # paid for once
-            if check_usable and self._state.step == 0 and not session.finished and not known:
-                self._check_usable(session, source)
+            if check_usable is not False and self._state.step == 0 and not session.finished and not known:
+                self._check_usable(session, source, required=check_usable is True)
             tester = self._tester(test, test_every)
             if saved is None and (start := tester(0)):
                 session.log({"step": 0, **start})
             stopped = self._loop(session, source, psi, tester, came)
             return self._finish(session, source, stopped, test)
 
-    def _check_usable(self, session: Session, source: ReleaseSource) -> None:
-        plan, fewest = self.plan, 0.5
-        require(isinstance(source, PrivateGradient), "check_usable", True, "to go with records, not with an engine")
+    def _check_usable(self, session: Session, source: ReleaseSource, *, required: bool) -> None:
+        plan, fewest, batch = self.plan, 0.5, self.plan.expected_batch_size
+        records = source if isinstance(source, PrivateGradient) else None
+        if not required and (records is None or plan.noise != Independent() or plan.unit == "user"):
+            return
+        require(records is not None, "check_usable", True, "to go with records, not with an engine")
         require(plan.noise == Independent(), "noise", plan.noise, "to be Independent() for check_usable=True")
-        advice = "Keep one in hand: PrivacyPlan.calibrate(spare_steps=1)."
-        require(plan.spare_steps >= 1, "spare_steps", plan.spare_steps, "at least 1 for check_usable=True", advice)
-        batch = plan.expected_batch_size
-        error = 4 * math.sqrt(plan.noise_multiplier**2 + batch * (1 - plan.sampling_rate)) / batch
-        require(error < fewest, "expected_batch_size", batch, "large enough for its noise to show half of it missing")
-        assert isinstance(source, PrivateGradient)
-        share = source.usable_units() / batch
+        spread = 32 * (1 - plan.sampling_rate)
+        needed = spread + math.hypot(spread, 8 * plan.noise_multiplier)  # 4 standard deviations are half of it
+        spare = "Keep one in hand: PrivacyPlan.calibrate(spare_steps=1)."
+        larger = "Raise batch_size, or leave check_usable out; PrivateData.inspect_not_private looks without noise."
+        try:
+            require(plan.spare_steps >= 1, "spare_steps", plan.spare_steps, "at least 1 for check_usable=True", spare)
+            require(batch > needed, "expected_batch_size", batch, f"above {needed:.0f} for check_usable=True", larger)
+        except ConfigError as error:
+            if required:
+                raise
+            level = logging.INFO if records and records.form_is_known else logging.WARNING
+            if session.world.leads:
+                _log.log(level, "Nothing will tell if no private record can be used: none is counted. %s", error)
+            return
+        assert records is not None
+        off = 4 * math.sqrt(plan.noise_multiplier**2 + batch * (1 - plan.sampling_rate)) / batch
+        share = records.usable_units() / batch
         session.log({"step": 0, "usable_share": share})
-        if share + error < fewest:
+        if share + off < fewest:
             raise PrivateDataError(
                 f"Of the {batch:g} records that the plan declares for a batch, about {max(share, 0.0):.0%} can be used "
-                f"(a noisy count, off by less than {error:.0%}). Either records cannot be read or have other shapes "
+                f"(a noisy count, off by less than {off:.0%}). Either records cannot be read or have other shapes "
                 "than the example, or there are fewer than sampling_rate and expected_batch_size say. Whoever may read "
                 "the data finds the cause with PrivateData(...).inspect_not_private(example)."
             )
@@ -447,7 +472,7 @@ class Trainer:
     def _loop(
         self, session: Session, source: ReleaseSource, psi: PublicLoss | None, test: Tester, came: Callable[[], int]
     ) -> Stopped:
-        params, state = trainable(self.model), self._state
+        params, state, due = trainable(self.model), self._state, 0.0
         with self._bar(session) as show:
             while state.step < self.plan.steps and not session.finished:
                 try:
@@ -466,11 +491,11 @@ class Trainer:
                     return "diverged"
                 self._renew()
                 show(state.step)
-                if source.out.between_blocks:
+                if source.out.between_blocks and state.step < self.plan.steps:
                     signal = int(session.world.largest(came()))  # ranks stop together
-                    if signal or session.due(self.checkpoint_seconds):
-                        self._save(session, source)
-                    if signal and state.step < self.plan.steps:
+                    if signal or state.step >= due:
+                        due = state.step + self._checkpoint(session, source, first=not due)
+                    if signal:
                         stop(signal, state.step, self.plan.steps)
         if not self._is_finite():
             return "diverged"
@@ -634,20 +659,47 @@ class Trainer:
     def _world(self) -> World:
         return World.current(self._device)
 
-    def _save(self, session: Session, source: ReleaseSource | None) -> None:
+    def _save(self, session: Session, source: ReleaseSource | None) -> float:
+        """Write a checkpoint. Returns the seconds of the write on rank 0, without the wait for other ranks."""
         session.world.require_replicas(replicated(self.model))
-        session.save(self.state_dict(), source.out.head if source else None)
+        return session.save(self.state_dict(), source.out.head if source else None)
+
+    def _checkpoint(self, session: Session, source: ReleaseSource, *, first: bool) -> float:
+        """Write one. Returns after how many steps the next is due; all ranks take rank 0's number."""
+        before = math.inf if first else 2 * self._write_seconds  # one slow write puts off the next ones not for long
+        self._write_seconds = min(before, *(self._save(session, source) for _ in range(2 if first else 1)))
+        return session.world.from_lead(lambda: self._steps_between(source, self._write_seconds, first))
+
+    def _steps_between(self, source: ReleaseSource, write_seconds: float, first: bool) -> float:
+        """Steps from a checkpoint to the next, whole blocks: from public times, never from those of private steps."""
+        block, seconds, share = source.block, source.step_seconds, _CHECKPOINT_SHARE
+        if self.checkpoint_seconds is not None:
+            return self.checkpoint_seconds / (seconds or 1.0)
+        most = max(1, self.plan.steps // share)
+        if seconds is None:
+            return most
+        wanted = min(most, _CHECKPOINT_SECONDS / seconds) // block
+        steps = block * max(1, int(wanted), math.ceil(share * write_seconds / (seconds * block)))
+        if first and steps > most:
+            _log.log(
+                logging.WARNING if self.plan.steps * seconds > _CHECKPOINT_SECONDS else logging.INFO,
+                "A kill costs up to %d of %d steps: one checkpoint takes %.2g s, and all of them 2 %% of the time.",
+                min(steps, self.plan.steps), self.plan.steps, write_seconds,
+            )  # fmt: skip
+        return steps
 
     def _source(self, session: Session, private: PrivateData | Engine, psi: PublicLoss | None) -> ReleaseSource:
         world, seed = session.world, self.unsafe_seed
         entropy = OsEntropy() if seed is None else UnsafeSeed(world.own_seed(seed))
         alike = psi if self.public_loss_fn is None else None  # public records of the private ones' kind
         run: dict[str, Any] = {"ledger": session.ledger, "run_id": session.run_id, "entropy": entropy, "world": world}
+        run["owner"] = session.owner
         with own_randomness(0, [self._device]):  # a public data set may draw
             known = alike and alike.rows.batch(torch.arange(min(_PROBE_ROWS, len(alike.rows))), self._device)
         if isinstance(private, Engine):
             run |= {"public_rows": known, "step": lambda: self._state.step, "folder": session.folder.attendance}
             run |= {"centre": None if self.centre is None else self.centre.around(psi)}
+            run["taken_over"] = session.taken_over
             return UserUpdates(self.model, self.loss_fn, private, self.plan, **run)
         if alike is not None:
             self._public_example = alike.rows.example()

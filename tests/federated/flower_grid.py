@@ -177,7 +177,7 @@ def asked(users: Sequence[int], step: int = 0, **changes: Any) -> Round:
 
 
 def total(engine: Any, round: Round) -> Tensor:
-    fold = Fold(trainable(round.model), round.max_grad_norm)
+    fold = Fold(trainable(round.model), round.max_grad_norm, users=len(round.users))
     for contribution in engine.contributions(round):
         fold.add(contribution)
     return flatten(fold.total.tensors)

@@ -51,7 +51,7 @@ def plan(**changes: Any) -> hs.PrivacyPlan:
 
 
 def source(
-    folder: Path, engine: Engine, p: hs.PrivacyPlan, model: nn.Module, entropy: Entropy | None = None
+    folder: Path, engine: Engine, p: hs.PrivacyPlan, model: nn.Module, entropy: Entropy | None = None, **more: Any
 ) -> UserUpdates:
     ledger = Ledger.open(folder / "ledger.jsonl", unit="user")
     return UserUpdates(
@@ -65,6 +65,7 @@ def source(
         world=World(),
         step=lambda: 0,
         folder=folder / "attendance",
+        **more,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import halfsilver as hs
-from halfsilver.errors import ConfigError, LedgerCorrupt
+from halfsilver.errors import ConfigError, LedgerCorrupt, RunFolderBusy
 from halfsilver.federated import Contribution, Round
 from halfsilver.privacy.entropy import OsEntropy
 from halfsilver.privacy.strategies import Buffered, Correlated
@@ -71,6 +72,28 @@ def test_nobody_comes_too_early_whatever_is_lost(tmp_path: Path) -> None:
     apart = [later - earlier for seen in when.values() for earlier, later in pairwise(seen)]
     assert min(apart) >= APART
     assert len(apart) > 100
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_run_that_is_taken_over_waits_for_those_who_came_elsewhere(tmp_path: Path, said: bool) -> None:
+    """The folder is a copy, and does not know the last rounds of the original. The session knows that it is one."""
+    first = Devices(seed=0)
+    original = source(tmp_path, first, devices_plan(), nn.Linear(2, 1))
+    for _ in range(4):
+        original.release()
+    old = shutil.copytree(tmp_path / "attendance", tmp_path / "kept")
+    for _ in range(6):
+        original.release()
+    shutil.rmtree(tmp_path / "attendance")
+    old.rename(tmp_path / "attendance")
+    second = Devices(seed=1)
+    copied = source(tmp_path, second, devices_plan(), nn.Linear(2, 1), taken_over=said)
+    copied.release()
+    with pytest.raises(RunFolderBusy):
+        original.release()
+    now, last = copied.out.round - 1, {user: at for at, asked in enumerate(first.asked) for user in asked}
+    assert now == 10 + (APART - 1 if said else 0)
+    assert (min(now - last[user] for user in second.asked[0] if user in last) >= APART) is said
 
 
 def test_only_the_last_rounds_are_kept(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from halfsilver.federated import (
 from halfsilver.privacy.entropy import UnsafeSeed
 from halfsilver.privacy.users import Fold
 from halfsilver.trainer import StepReport
+from tests.cases import MANY
 from tests.federated.helpers import LOCAL, Answers, columns, linear, loss_fn, plan, source, users
 
 BAD = (math.nan, math.inf, -math.inf, 1e38, -1e30, 1e9, 1e-42, 0.0)
@@ -71,6 +73,7 @@ def test_one_example_a_user_is_the_central_trainer(
     assert float((ends[0] - flatten(trainable(linear())).detach()).abs().max()) > 0.1
 
 
+@pytest.mark.nightly
 def test_the_draw_is_poissons(tmp_path: Path) -> None:
     """Number of drawn users over 2,000 rounds of 50 users at rate 0.1: binomial test, alpha 1e-6; 0.11 is rejected."""
     engine = Answers(50, lambda user, round: None)
@@ -110,6 +113,7 @@ def test_an_empty_cohort_is_a_step(tmp_path: Path) -> None:
     assert made.out.count == 2
 
 
+@settings(max_examples=50 * MANY)
 @given(
     values=st.lists(st.floats(width=32) | st.sampled_from(BAD), min_size=21, max_size=21),
     limit=st.sampled_from((1e-3, 1.0, 30.0)),
@@ -143,9 +147,12 @@ def test_no_contribution_moves_the_sum_by_more_than_the_clip_norm(values: list[f
         [torch.ones(3, 6), torch.ones(3), torch.ones(3)],
         [torch.full((3, 6), math.nan), torch.ones(3)],
         [torch.full((3, 6), 2e153, dtype=torch.float64), torch.full((3,), 7e153, dtype=torch.float64)],
+        [torch.ones(3, 6).to_sparse(), torch.ones(3)],
+        [torch.ones(3, 6), None],
+        None,
     ],
 )
-def test_what_does_not_fit_changes_nothing(tensors: list[Tensor]) -> None:
+def test_what_does_not_fit_changes_nothing(tensors: Any) -> None:
     fold = Fold(trainable(linear()), 1.0)
     fold.add(Contribution(tensors))
     assert norm(fold.total.tensors) == 0
@@ -162,10 +169,30 @@ def test_the_norm_is_right_where_small_numbers_are_many() -> None:
 
 
 def test_a_silo_is_capped_at_the_users_it_was_asked_for() -> None:
-    fold = Fold(trainable(linear()), 2.0)
+    fold = Fold(trainable(linear()), 2.0, users=7)
     fold.add(Contribution([torch.full((3, 6), 1e6), torch.zeros(3)], users=7))
     assert norm(fold.total.tensors) == pytest.approx(14.0, rel=1e-3)
     assert norm(fold.total.tensors) <= 14.0
+
+
+@pytest.mark.parametrize("users", [0, -5, True, 1.5, math.nan, math.inf, -math.inf, 8, 10**9, "1", None, [1]])
+def test_a_number_of_users_that_cannot_be_adds_nothing(users: Any) -> None:
+    """Neither in the memory of the total nor by making room for others."""
+    fold, one = Fold(trainable(linear()), 1.0, users=7), [torch.full((3, 6), 1e9), torch.zeros(3)]
+    fold.add(Contribution(one, users))
+    assert norm(fold.total.tensors) == 0
+    for _ in range(9):
+        fold.add(Contribution(one))
+    assert norm(fold.total.tensors) == pytest.approx(7.0, rel=1e-3)
+    assert norm(fold.total.tensors) <= 7.0
+
+
+@pytest.mark.parametrize("whole", [int, np.int64])
+def test_a_fold_that_was_told_of_no_users_takes_one_at_a_time(whole: Any) -> None:
+    fold, one = Fold(trainable(linear()), 1.0), [torch.full((3, 6), 1e9), torch.zeros(3)]
+    for k, so_far in ((2, 0.0), (1, 1.0), (1, 2.0)):
+        fold.add(Contribution(one, whole(k)))
+        assert norm(fold.total.tensors) == pytest.approx(so_far, rel=1e-3)
 
 
 class Broken:

@@ -62,7 +62,7 @@ def asked(model: nn.Module, drawn: list[int], **changes: Any) -> Round:
 
 def total(engine: Engine, round: Round) -> Tensor:
     """The sum without noise, as the source of releases takes it."""
-    fold = Fold(trainable(round.model), round.max_grad_norm)
+    fold = Fold(trainable(round.model), round.max_grad_norm, users=len(round.users))
     for contribution in engine.contributions(round):
         fold.add(contribution)
     return flatten(fold.total.tensors)
@@ -120,6 +120,7 @@ def test_an_empty_cohort_starts_nothing(engine: Workers) -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("deadly", [{0}, {29}, {7, 8, 9}, set(range(30))])
 def test_who_kills_a_worker_takes_nobody_along(deadly: set[int]) -> None:
     """One user must not be able to remove others from the sum: that would be more than one clip norm."""
@@ -232,6 +233,7 @@ def _resident(pid: int | None) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+@pytest.mark.nightly
 @PROC
 def test_workers_end_when_their_parent_is_killed() -> None:
     script = (

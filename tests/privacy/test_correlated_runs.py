@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 import halfsilver as hs
-from halfsilver.errors import BudgetExceeded, ConfigError, LedgerCorrupt
+from halfsilver.errors import BudgetExceeded, ConfigError, LedgerCorrupt, RunFolderBusy
 from halfsilver.privacy.correlated import sensitivity
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import UnsafeSeed
@@ -148,6 +148,47 @@ def test_another_order_of_the_records_brings_nobody_early(tmp_path: Path) -> Non
     apart = [later - earlier for steps in when.values() for earlier, later in pairwise(steps)]
     assert min(apart) >= 6
     assert max(map(max, when.values())) == 5 * 4 + 4 * 5 - 1  # five steps are skipped four times
+
+
+def least_distance_after_takeovers(folder: Path, seed: int, *, skips: bool = True) -> int:
+    """Of two steps of one record, in the numbers of the ledger, where processes with other orders take a run over.
+
+    Each process before tries to go on, in turn with the new one, and is refused.
+    """
+    chance, p = random.Random(seed), plan(steps=90, noise=noise(order_kept=False))
+    when, owners = dict[int, list[int]](), list[PrivateGradient]()
+    for number in range(3):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1000 * seed + number)).tolist()
+        data = Watching(order)
+        owner = source(folder, PrivateData(data, example=(torch.zeros(6), 0)), p, performance=FAST)
+        owner.out.pause = owner.out.pause if skips else 0
+        data.step = partial(getattr, owner.out, "round")
+        for _ in range(chance.randint(2, 9)):
+            owner.release()
+            for earlier in owners:
+                with pytest.raises(RunFolderBusy):
+                    earlier.release()
+        owners.append(owner)
+        for place, steps in data.read.items():
+            when.setdefault(order[place], []).extend(steps)
+    assert owner.out._ledger is not None
+    assert sum(out.out.count for out in owners) <= owner.out._ledger.runs["run"].spent
+    return min(later - earlier for steps in when.values() for earlier, later in pairwise(sorted(steps)))
+
+
+FAST = hs.Performance(backend="vmap", micro_batch_size=16)
+
+
+def test_whoever_takes_a_run_over_waits_and_the_owner_before_is_refused(tmp_path: Path) -> None:
+    assert least_distance_after_takeovers(tmp_path / "right", 0) >= 6
+    assert least_distance_after_takeovers(tmp_path / "wrong", 0, skips=False) < 6
+
+
+@pytest.mark.nightly
+def test_a_takeover_without_a_pause_is_found_in_10_of_10_runs_and_no_alarm_is_false(tmp_path: Path) -> None:
+    found = sum(least_distance_after_takeovers(tmp_path / f"w{i}", i, skips=False) < 6 for i in range(10))
+    false = sum(least_distance_after_takeovers(tmp_path / f"r{i}", i) < 6 for i in range(100))
+    assert (found, false) == (10, 0)
 
 
 def test_steps_that_somebody_else_counted_end_the_chain(tmp_path: Path) -> None:
@@ -353,6 +394,7 @@ def test_the_noise_of_sums_is_that_of_dense_matrices() -> None:
     assert p.sum_noise() == pytest.approx(p.step_noise * float(sums.square().sum(1).mean().sqrt()))
 
 
+@pytest.mark.nightly
 def test_a_plan_knows_what_sampling_would_leave() -> None:
     """At a large epsilon correlated noise leaves less, and at a small one more."""
     asked: dict[str, Any] = {"delta": 1e-6, "population": 1000, "batch_size": 50, "epochs": 4}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from halfsilver.privacy.ledger import Budget, Ledger
 from halfsilver.privacy.ledger.budget import Rule
 from halfsilver.privacy.ledger.records import GENESIS, canonical, decode, digest
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.privacy.strategies import Correlated, Independent
+from tests.cases import MANY
 
 DELTA = 1e-5
 EPSILONS = (0.15, 0.3)
@@ -138,17 +141,17 @@ class Schedule:
             assert run.spent <= self.plans[run_id].max_releases
 
 
-def test_1000_random_schedules_never_exceed_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_schedules_never_exceed_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing here depends on the disk, and 10,000 syncs take long.
     monkeypatch.setattr(system, "fsync_file", lambda fd: None)
     monkeypatch.setattr(system, "fsync_folder", lambda path: None)
     exhausted = 0
-    for seed in range(1000):
+    for seed in range(34 * MANY):
         schedule = Schedule(tmp_path / str(seed), seed)
         schedule.play(moves=12)
         schedule.check_end()
         exhausted += schedule.ledgers[0].spent() > 0.8 * schedule.epsilon
-    assert exhausted > 100, "the schedules did not come near the budget, so they show nothing"
+    assert exhausted > 3 * MANY, "the schedules did not come near the budget, so they show nothing"
 
 
 def poisson(steps: int = 40, sigma: float = 2.0) -> PrivacyPlan:
@@ -258,3 +261,78 @@ def test_steps_of_another_mechanism_lower_what_is_left(tmp_path: Path) -> None:
     assert len(taken) == 2
     assert 0.25 < direct_epsilon(frozenset(taken.items())) <= 0.3
     assert admissible(frozenset(taken.items()), plans["40.0"], 0.3)
+
+
+def asking(epsilon: float, steps: int = 20, **more: Any) -> PrivacyPlan:
+    given = {"delta": DELTA, "population": 2000, "batch_size": 200, "steps": steps, "spare_steps": 0}
+    return PrivacyPlan.calibrate(epsilon=epsilon, **{**given, **more})
+
+
+@pytest.fixture
+def nearly_spent(tmp_path: Path) -> Ledger:
+    ledger = Ledger.open(tmp_path / "ledger", budget=Budget(epsilon=2.0, delta=DELTA))
+    for name, epsilon in (("a", 1.2), ("b", 0.9)):
+        ledger.register_run(name, asking(epsilon), block_max=20, whole=True)
+        assert ledger.intend(name, 20).count == 20
+    return ledger
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("noise", [Independent(), Correlated()], ids=["independent", "correlated"])
+def test_a_new_run_that_does_not_fit_is_refused_and_told_what_does(nearly_spent: Ledger, noise: Any) -> None:
+    before = nearly_spent.path.read_bytes()
+    with pytest.raises(BudgetExceeded, match=r"new run 'c' does not fit.*Nothing was spent") as caught:
+        nearly_spent.register_run("c", asking(1.9, noise=noise), block_max=20, whole=True)
+    assert nearly_spent.path.read_bytes() == before
+    (largest,) = map(float, re.findall(r"epsilon=([0-9.e-]+) at", str(caught.value)))
+    assert 0 < largest < 1.9
+    with pytest.raises(BudgetExceeded):
+        nearly_spent.register_run("d", asking(1.02 * largest, noise=noise), block_max=20, whole=True)
+    nearly_spent.register_run("e", asking(largest, noise=noise), block_max=20, whole=True)
+    assert nearly_spent.intend("e", 20).count == 20
+
+
+def test_the_first_run_is_told_of_the_budget_itself(tmp_path: Path) -> None:
+    """Alone on the data, as many steps may ask for all of it."""
+    ledger = Ledger.open(tmp_path / "ledger", budget=Budget(epsilon=1.0, delta=DELTA))
+    with pytest.raises(BudgetExceeded, match=r"largest that fits is epsilon=0\.99\d* at .* with as many steps"):
+        ledger.register_run("a", asking(1.5), whole=True)
+
+
+def test_where_no_noise_makes_room_the_reason_is_told(tmp_path: Path) -> None:
+    ledger = Ledger.open(tmp_path / "ledger", budget=Budget(epsilon=1.0, delta=DELTA))
+    ledger.register_run("a", asking(1.0), block_max=20, whole=True)
+    ledger.intend("a", 20)
+    with pytest.raises(BudgetExceeded, match=r"No noise makes as many fit.*the first plan needed all of delta"):
+        ledger.register_run("b", asking(0.1), whole=True)
+
+
+def test_where_only_fewer_steps_fit_their_number_is_told(tmp_path: Path) -> None:
+    """As many with more noise would be another mechanism, and then all are composed by RDP."""
+    long, short = poisson(60), poisson(55)
+    ledger = Ledger.open(tmp_path / "ledger", budget=Budget(epsilon=long.epsilon(DELTA / 2), delta=DELTA))
+    ledger.register_run("a", short, block_max=55, whole=True)
+    ledger.intend("a", 55)
+    with pytest.raises(BudgetExceeded, match=r"largest that fits is epsilon=\d.* with 5 steps of the same noise"):
+        ledger.register_run("b", short, whole=True)
+    ledger.register_run("c", poisson(5), block_max=5, whole=True)
+    assert ledger.intend("c", 5).count == 5
+
+
+def test_a_run_that_has_begun_goes_on_as_far_as_it_can(nearly_spent: Ledger) -> None:
+    plan = asking(0.3, steps=10)
+    nearly_spent.register_run("c", plan, block_max=10, whole=True)
+    nearly_spent.intend("c", 1)
+    nearly_spent.external(asking(0.9).event(), "another tool")
+    for opened in (nearly_spent, Ledger.open(nearly_spent.path)):
+        assert opened.register_run("c", plan, block_max=10, whole=True).spent == 1
+    assert nearly_spent.intend("c", 10).count < 9
+
+
+def test_nothing_is_kept_for_the_plans_of_others(tmp_path: Path) -> None:
+    """Two runs of which each fits beside what is spent are both entered; whoever comes later ends early."""
+    ledger = Ledger.open(tmp_path / "ledger", budget=Budget(epsilon=1.0, delta=DELTA))
+    for name in ("a", "b"):
+        ledger.register_run(name, asking(0.8), block_max=20, whole=True)
+    assert ledger.intend("a", 20).count == 20
+    assert 0 < ledger.intend("b", 20).count < 20

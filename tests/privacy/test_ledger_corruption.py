@@ -184,7 +184,9 @@ STEPS = {
         ({"type": ["intent"]}, "unknown type"),
         ({"type": "finish"}, "has the fields"),
         ({"extra": 1}, "has the fields"),
-        ({"schema_version": 2}, "schema_version=2"),
+        ({"schema_version": 2}, "has the fields"),
+        ({"schema_version": 3}, "of a later halfsilver"),
+        ({"type": "approval"}, "of a later halfsilver"),
     ],
 )
 def test_a_record_that_makes_no_sense_is_refused_with_its_line(
@@ -246,9 +248,12 @@ def test_an_unknown_schema_version_is_named(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     build(path, compacted=False)
     header = decode(path.read_bytes().splitlines(keepends=True)[0])
-    path.write_bytes(encode({**header, "schema_version": 2, "new_field": 0}, seq=0, prev=GENESIS))
-    with pytest.raises(LedgerCorrupt, match="schema_version=2; this halfsilver reads version 1"):
+    path.write_bytes(encode({**header, "schema_version": 3, "new_field": 0}, seq=0, prev=GENESIS))
+    with pytest.raises(
+        LedgerCorrupt, match="schema_version=3 of a later halfsilver; this one reads versions 1 to 2"
+    ) as caught:
         Ledger.open(path)
+    assert "Restore" not in str(caught.value)  # nothing is wrong with the file
 
 
 @pytest.mark.parametrize("content", [b"", b'{"adj'])

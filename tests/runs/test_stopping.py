@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import halfsilver as hs
+from halfsilver._core import checkpoint
+from halfsilver.cli import app as cli
 from halfsilver.errors import CheckpointCorrupt, ConfigError
+from halfsilver.privacy.accounting import epsilon_of
 from halfsilver.report import write_report
+from halfsilver.report.statement_page import PlainStatement
+from halfsilver.runs import session
 from halfsilver.runs.folder import RunFolder
+from halfsilver.runs.verify import verify
 from halfsilver.trainer import StepReport
 
 PLAN = hs.PrivacyPlan(steps=40, sampling_rate=0.1, expected_batch_size=40, noise_multiplier=1.0)
@@ -45,11 +57,11 @@ def network() -> nn.Module:
 
 def trainer(model: nn.Module | None = None, lr: float = 0.1, **options: Any) -> hs.Trainer:
     model = model or network()
-    return hs.Trainer(
-        model, loss_fn, optimizer=torch.optim.SGD(model.parameters(), lr=lr), plan=PLAN, progress=False, **options
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    return hs.Trainer(model, loss_fn, optimizer=sgd, **{"plan": PLAN, "progress": False, **options})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_loses_no_step(
     number: signal.Signals, raised: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -69,6 +81,120 @@ def test_a_signal_loses_no_step(
     assert f"Stopped after step {run.spent} of 40" in caplog.text
     result = trainer().fit(ROWS, run_dir=tmp_path)
     assert (result.stopped, result.updates) == ("finished", 40)
+
+
+def raise_error(report: StepReport) -> None:
+    raise ValueError("the callback")
+
+
+def twice(report: StepReport) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+STOPS: dict[str, tuple[Callable[[StepReport], None], type[BaseException]]] = {
+    "Ctrl-C": (lambda report: os.kill(os.getpid(), signal.SIGINT), KeyboardInterrupt),
+    "SIGTERM": (lambda report: os.kill(os.getpid(), signal.SIGTERM), SystemExit),
+    "two signals": (twice, KeyboardInterrupt),
+    "callback": (raise_error, ValueError),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_whatever_stops_a_run_its_statement_follows_the_ledger(name: str, tmp_path: Path) -> None:
+    stop, raised = STOPS[name]
+    with pytest.raises(raised):
+        trainer(callbacks=[lambda report: stop(report) if report.step == 11 else None]).fit(ROWS, run_dir=tmp_path)
+    [run] = hs.Ledger.open(tmp_path / "ledger.jsonl").runs.values()
+    said = json.loads((tmp_path / "statement.json").read_text())["spent_so_far"]
+    assert said == {"steps": run.spent, "epsilon_pld": epsilon_of([PLAN.count(run.spent)], 1e-5, "pld")}
+    assert verify(tmp_path)["ok"]
+
+
+def test_a_statement_that_was_not_updated_does_not_verify(tmp_path: Path) -> None:
+    """Nor does that of a run that was killed; the figures that are printed are those of the ledger."""
+    old: list[bytes] = []
+
+    def stop(report: StepReport) -> None:
+        old.append((tmp_path / "statement.json").read_bytes())
+        if report.step == 3:
+            raise_error(report)
+
+    with pytest.raises(ValueError, match="the callback"):
+        trainer(callbacks=[stop]).fit(ROWS, run_dir=tmp_path)
+    (tmp_path / "statement.json").write_bytes(old[0])
+    found = verify(tmp_path)
+    assert (found["ok"], found["spent_now"]["steps"], found["statement"]["spent_so_far"]["steps"]) == (False, 3, 0)
+    shown = CliRunner().invoke(cli.app, ["verify", str(tmp_path)])
+    assert shown.exit_code == 1
+    assert "agree" not in shown.stdout
+    assert "older than the ledger" in " ".join(shown.stdout.split())
+    told = str(PlainStatement.of(tmp_path))
+    assert re.search(r"steps of this run +3, planned 40", told)
+    assert "older than the ledger" in " ".join(told.split())
+    trainer().fit(ROWS, run_dir=tmp_path)
+    assert verify(tmp_path)["ok"]
+    assert "older than the ledger" not in " ".join(str(PlainStatement.of(tmp_path)).split())
+
+
+def test_a_disk_that_refuses_the_statement_too_does_not_hide_what_stopped_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(report: StepReport) -> None:
+        monkeypatch.setattr(session, "write_json", lambda path, made: 1 / 0)
+        raise ValueError("the callback")
+
+    with pytest.raises(ValueError, match="the callback"):
+        trainer(callbacks=[stop]).fit(ROWS, run_dir=tmp_path)
+
+
+# ---- how often a checkpoint is written
+
+
+@pytest.mark.parametrize(
+    ("steps", "block", "seconds", "write", "every"),
+    [
+        (80, 1, 1.0, 0.02, 1),  # each step: both hold
+        (80, 1, 1.0, 0.05, 3),  # 2 % of the time comes first
+        (80, 1, 0.01, 0.02, 100),  # too short a run for a second one
+        (5000, 1, 0.1, 0.02, 100),  # 2 % of the plan
+        (5000, 1, 1.0, 0.02, 30),  # 30 seconds
+        (5000, 20, 0.05, 0.01, 100),
+        (1000, 15, 0.06, 0.0, 15),  # whole blocks, and not more than 2 % of the plan
+        (1000, 15, 0.06, 0.05, 45),  # whole blocks, and not more than 2 % of the time
+        (1000, 1, None, 9.0, 20),  # of an engine, whose rounds take as long as they do
+    ],
+)
+def test_checkpoints_are_as_frequent_as_two_percent_allow(
+    steps: int, block: int, seconds: float | None, write: float, every: int
+) -> None:
+    made = trainer(plan=replace(PLAN, steps=steps))
+    source: Any = SimpleNamespace(block=block, step_seconds=seconds)
+    assert made._steps_between(source, write, False) == every
+
+
+@pytest.mark.parametrize(("steps", "level"), [(80, logging.INFO), (800, logging.WARNING)])
+def test_the_log_says_what_a_kill_costs_where_that_is_much(
+    steps: int, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    made, source = trainer(plan=replace(PLAN, steps=steps)), SimpleNamespace(block=1, step_seconds=0.1)
+    made._steps_between(cast(Any, source), 0.1, True)
+    [line] = caplog.records
+    assert (line.levelno, line.args and f"up to 50 of {steps} steps" in line.getMessage()) == (level, True)
+    made._steps_between(cast(Any, source), 0.1, False)
+    made._steps_between(cast(Any, source), 0.0, True)
+    assert len(caplog.records) == 1
+
+
+def test_a_kill_after_the_first_step_loses_none(tmp_path: Path) -> None:
+    def stop(report: StepReport) -> None:
+        if report.step == 2:
+            raise_error(report)
+
+    with pytest.raises(ValueError, match="the callback"):
+        trainer(callbacks=[stop]).fit(ROWS, run_dir=tmp_path)
+    assert checkpoint.read(tmp_path / "checkpoint.safetensors")[1]["step"] == 1
 
 
 def test_a_second_signal_acts_at_once(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.robustness.mutants.change import Change
 from halfsilver._core.model_state import ModelState
-from halfsilver._core.tensors import Tensors, trainable
+from halfsilver._core.tensors import Tensors, batch_rows, trainable
 from halfsilver.auditing import bank
 from halfsilver.auditing.bank import Banked
 from halfsilver.mirror import PublicLoss
@@ -113,13 +113,13 @@ def longer_clip(factor: float, *modules: ModuleType) -> Bug:
 def nan_passes() -> list[Change]:
     """All four places where a value that is not finite would be stopped."""
 
-    def factors(real: Any, norms: Tensor, max_grad_norm: float, tau: float, rows: int | None = None) -> Tensor:
+    def factors(real: Any, norms: Tensor, max_grad_norm: float, tau: float, counted: Tensor | None = None) -> Tensor:
         found = (max_grad_norm / (1 + tau) / norms.double()).clamp_(max=1.0)
-        found[len(found) if rows is None else rows :] = 0.0
-        return found
+        return found if counted is None else found.where(counted, 0.0)
 
-    def attempt(real: Any, self: Any, batch: Any, rows: int) -> ClippedSum:
-        found: ClippedSum = self._backend.clipped_sum(self._batches.padded(batch, rows), self._clip, rows)
+    def attempt(real: Any, self: Any, batch: Any, rows: Any) -> ClippedSum:
+        counted = torch.isin(torch.arange(batch_rows(self._batches.padding)), torch.tensor(rows))
+        found: ClippedSum = self._backend.clipped_sum(self._batches.piece(batch, rows), self._clip, counted)
         return found
 
     return [
@@ -153,9 +153,9 @@ def norm_misses_a_use() -> list[Change]:
         return torch.stack([past, through], dim=1)
 
     def clipped_sum(
-        real: Any, self: Any, batch: Any, max_grad_norm: float, rows: int | None = None, adding: Any = None
+        real: Any, self: Any, batch: Any, max_grad_norm: float, counted: Tensor | None = None, adding: Any = None
     ) -> ClippedSum:
-        factors = base.clip_factors(base.row_norms(self.per_example(batch)), max_grad_norm, 1e-3, rows)
+        factors = base.clip_factors(base.row_norms(self.per_example(batch)), max_grad_norm, 1e-3, counted)
         with torch.enable_grad():
             losses = torch.where(factors > 0, self._loss_fn(self._model, batch), 0.0) * factors
             return ClippedSum(list(torch.autograd.grad(losses.sum(), trainable(self._model))), max_grad_norm)

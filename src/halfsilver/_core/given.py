@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -21,28 +22,31 @@ from torch.utils.data import (
 
 from halfsilver.errors import ConfigError
 
+Array = np.ndarray[Any, Any]
+
 _log = logging.getLogger("halfsilver")
 _TOLD: WeakSet[DataLoader[Any]] = WeakSet()  # loaders of which it was said that their data set is used
 
 
-def as_data(given: Any) -> Any:
+def as_data(given: Any, loose: Callable[[Array], Tensor] | None = None) -> Any:
     """Arrays, frames and their columns as tensors, also inside a tuple or dict; a loader as its data set.
 
     Floating-point numbers get torch's default dtype, which is that of a new model. Anything else stays as it is. No
-    value decides what happens.
+    value decides what happens. `loose` makes tensors of frames, and of arrays of Python objects, which are refused
+    without it.
     """
     if isinstance(given, DataLoader):
-        return as_data(_dataset_of(given))
+        return as_data(_dataset_of(given), loose)
     if isinstance(given, np.ma.MaskedArray):
         raise ConfigError("Expected an array without a mask. Fill it, by NaN say: array.filled(numpy.nan).")
     if isinstance(given, np.ndarray):
-        return _tensor(given)
+        return loose(given) if loose and given.dtype == object else _tensor(given)
     if hasattr(given, "iloc") and hasattr(given, "to_numpy"):
-        return _frame(given)
+        return (loose or _tensor)(_frame(given, "biufO" if loose else "biuf"))
     if type(given) is tuple and any(_is_array(part) for part in given):
-        return tuple(map(as_data, given))
+        return tuple(as_data(part, loose) for part in given)
     if type(given) is dict and any(_is_array(part) for part in given.values()):
-        return {name: as_data(part) for name, part in given.items()}
+        return {name: as_data(part, loose) for name, part in given.items()}
     return given
 
 
@@ -50,7 +54,7 @@ def _is_array(part: Any) -> bool:
     return isinstance(part, np.ndarray) or hasattr(part, "iloc")
 
 
-def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
+def _tensor(array: Array) -> Tensor:
     if array.dtype.kind not in "biuf":
         raise ConfigError(f"Expected an array of numbers, got one of dtype {array.dtype}. Turn it into numbers.")
     native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
@@ -58,17 +62,18 @@ def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
 
-def _frame(frame: Any) -> Tensor:
+def _frame(frame: Any, usable: str) -> Array:
     """A frame as a matrix, or one column of it as a vector."""
     kinds = dict(frame.dtypes) if hasattr(frame, "columns") else {frame.name: frame.dtype}
     # pandas's own dtypes become another one if a value is missing, so a single row would decide for all.
-    others = [f"{name!r} ({k})" for name, k in kinds.items() if not isinstance(k, np.dtype) or k.kind not in "biuf"]
+    others = [f"{name!r} ({k})" for name, k in kinds.items() if not isinstance(k, np.dtype) or k.kind not in usable]
     if others or not kinds:
         raise ConfigError(
             f"Expected columns of numbers in NumPy's dtypes, got {', '.join(others) or 'none'}. Turn them into numbers "
             "(astype(float)), or leave them out."
         )
-    return _tensor(frame.to_numpy(dtype=np.result_type(*kinds.values())))
+    array: Array = frame.to_numpy(dtype=np.result_type(*kinds.values()))
+    return array
 
 
 def _dataset_of(loader: DataLoader[Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from halfsilver.errors import HalfsilverError, PlatformUnsupported, RunFolderBusy, StorageError
 
@@ -67,11 +68,13 @@ def lock_file(path: Path, *, blocking: bool) -> Iterator[None]:
     _require_posix()
     with confirmed(path):
         fd = _locked_descriptor(path, blocking)
+    owner = os.getpid()
     try:
         yield
     finally:
-        # Unlock by name: a forked worker may still hold a copy of the descriptor.
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        # Unlock by name: a forked worker may still hold a copy of the descriptor. A fork leaves its parent's alone.
+        if os.getpid() == owner:
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
@@ -177,6 +180,27 @@ def write_atomically(path: Path, content: bytes | Writer, *, sync_name: bool = T
             raise
     if sync_name:
         fsync_folder(path.parent)
+
+
+def swap(path: Path, old: bytes, new: bytes) -> bool:
+    """Put `new` into a small file if it holds `old` (empty: whatever it holds), and say whether it did.
+
+    Of several processes that give the same `old`, one succeeds. Nothing is synced: this is about processes that live.
+    All texts must be of one length, since to shorten a file takes milliseconds.
+    """
+    with confirmed(path), open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if free := not old or file.read() == old:
+            file.seek(0)
+            file.write(new)
+    return free
+
+
+def place_of(folder: Path) -> dict[str, Any]:
+    """Which folder this is. A copy has another inode, and the number of a device holds until the next `boot`."""
+    found, boot = folder.stat(), Path("/proc/sys/kernel/random/boot_id")
+    start = hashlib.sha256(boot.read_bytes()).hexdigest()[:16] if boot.exists() else ""
+    return {"inode": f"{found.st_ino:016x}", "device": f"{found.st_dev if start else 0:016x}", "boot": start}
 
 
 def splice_atomically(path: Path, start: int, stop: int | None, new: bytes) -> None:

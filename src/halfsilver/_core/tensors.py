@@ -114,7 +114,8 @@ def one_loss_each(losses: Any, batch: Batch) -> Tensor:
         return losses
     got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
     raise ConfigError(
-        f"Expected loss_fn(model, batch) to return one loss per example, shape ({rows},); got {got}. "
+        f"Expected loss_fn(model, batch), and so each of metrics, to return one loss per example, shape ({rows},); got "
+        f"{got}. "
         'Use reduction="none", and average over any further dimensions yourself.'
     )
 

@@ -62,7 +62,7 @@ class Audited:
         again = self._trainer(model, plan, mirror, unsafe_seed)
         public = None if self.public is None else public_records(self.public)
         with watch.watching():
-            again.fit(self.private(records), public, run_dir=folder)
+            again.fit(self.private(records), public, run_dir=folder, check_usable=False)
         if World.current(torch.device("cpu")).size > 1:
             watch.forget_first()
         banks = [np.zeros((2, layout.width)), *watch.numbers]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from halfsilver._core import system
 from halfsilver._core.distributed import World
 from halfsilver._core.tensors import Tensors
-from halfsilver.errors import BudgetExceeded
+from halfsilver.errors import RunFolderBusy
 from halfsilver.privacy.entropy import Entropy
 from halfsilver.privacy.gradients.base import ClippedSum, check_clip_norm
 from halfsilver.privacy.ledger import Head, Ledger
+from halfsilver.privacy.ledger.ledger import taken_over, uses_of
 from halfsilver.privacy.noise import add_noise, check_exactness, grid, noise_scale, noisy_mean
 from halfsilver.privacy.noise_chain import NoiseChain, check_arithmetic
 from halfsilver.privacy.plan import PrivacyPlan
@@ -30,6 +35,15 @@ class Releases:
     Correlated noise goes on from step to step in one chain. A step that came to nothing, or that the ledger counts and
     nobody took, ends the chain, and the next one begins anew, as after a crash: `noise_chain` has the proof that this
     costs nothing. So the steps of a chain follow each other in the numbers of the ledger.
+
+    Each object is an owner of the run, by a new random token. Its first step takes the run over from the owner before,
+    who is refused from then on. That step comes `pause` steps later, where units are known by their place alone, which
+    may be another in another process.
+
+    Granted steps are in the memory of this process, which may get a second image: a fork, or a machine restored from a
+    snapshot. A fork has no granted step. For other images, a file beside the ledger says which step was used last. It
+    is compared and changed in one step, after the noise is drawn and before the release leaves this object. So of all
+    images one lets a step out, or several the same numbers.
     """
 
     def __init__(
@@ -41,7 +55,9 @@ class Releases:
         run_id: str,
         entropy: Entropy,
         world: World,
+        owner: str = "",
     ) -> None:
+        self._owner, self._forked, self._last_use = owner or secrets.token_hex(16), False, b""
         self.plan, self.entropy = plan, entropy
         self._ledger, self._run_id, self._world = ledger, run_id, world
         self._dtypes: list[torch.dtype] = [p.dtype for p in params]
@@ -54,6 +70,11 @@ class Releases:
         self.count, self._granted, self._intended, self._block = 0, 0, False, 1
         self._end = 0  # the number of steps that the ledger counts
         self._chain: NoiseChain | None = None
+        self.pause = 0
+        if isinstance(plan.noise, Correlated) and not plan.noise.order_kept:
+            self.pause = plan.noise.participation(plan.max_releases).separation - 1
+        self._earliest: int | None = None  # the first step that may be used, once a step is granted
+        _all.add(self)
 
     def register(self, block: int) -> None:
         """Enter the run into the ledger; all ranks take rank 0's block."""
@@ -61,7 +82,7 @@ class Releases:
 
     def _register(self, block: int) -> int:
         assert self._ledger is not None, "rank 0 has the ledger"
-        self._ledger.register_run(self._run_id, self.plan, block_max=block)
+        self._ledger.register_run(self._run_id, self.plan, block_max=block, whole=True)
         return block
 
     def intend(self) -> None:
@@ -69,19 +90,39 @@ class Releases:
 
         A step that was intended and came to nothing is not used again: what it read may have shown somewhere.
         """
+        self._intend_next()
+        if self._earliest is None:
+            self._earliest = self.round + (self.pause if self.round else 0)
+        while self.round < self._earliest:
+            self._intend_next()
+
+    def _intend_next(self) -> None:
         if self._intended:
             self._intended, self._granted, self._chain = False, self._granted - 1, None
         if self._granted <= 0:  # no rank goes on before rank 0 has these steps on disk
             before = self._end
             self._granted, self._end = self._world.from_lead(self._intend)
-            if self.round != before:  # others counted steps of this run: a torn record, or a copy of its folder
+            if self.round != before:  # others counted steps of this run: an owner before, or a torn record
                 self._chain = None
         self._intended = True
 
     def _intend(self) -> tuple[int, int]:
         assert self._ledger is not None, "rank 0 has the ledger"
-        granted = self._ledger.intend(self._run_id, self._block).count
+        self._use("granted")
+        granted = self._ledger.intend(self._run_id, self._block, owner=self._owner).count
         return granted, self._ledger.runs[self._run_id].spent
+
+    def _use(self, what: str) -> None:
+        """Write down the latest use, unless there is another than the one that this image of the process wrote last."""
+        assert self._ledger is not None, "rank 0 has the ledger"
+        file, use = uses_of(self._ledger.path, self._run_id), f"{self._owner} {what:20}".encode()
+        if self._forked or not system.swap(file, self._last_use, use):
+            raise RunFolderBusy(taken_over(self._run_id))
+        self._last_use = use
+
+    def forget(self) -> None:
+        """Called in a fork of the process: what was granted, and the noise that is remembered, are its parent's."""
+        self._forked, self._intended, self._granted, self._chain = True, False, 0, None
 
     @property
     def round(self) -> int:
@@ -122,12 +163,6 @@ class Releases:
         """Standard deviation of fresh noise, in units of the grid."""
         return noise_scale(self._noise, sensitivity) / grid(sensitivity, self._dimension)
 
-    def skip(self, steps: int) -> None:
-        """Let so many steps come to nothing, or as many as are left."""
-        with suppress(BudgetExceeded):
-            for _ in range(steps):
-                self.intend()
-
     def noisy_number(self, total: float) -> float:
         """A number that one unit moves by at most 1, with the plan's noise: one more release of the same mechanism."""
         assert self._intended, "intend() comes before the data are touched"
@@ -138,6 +173,7 @@ class Releases:
         return float(released)
 
     def _used(self) -> None:
+        self._world.from_lead(lambda: self._use(str(self.round)))
         self._intended = False
         self._granted -= 1
         self.count += 1
@@ -167,3 +203,10 @@ class Releases:
     def between_blocks(self) -> bool:
         """Whether every step that the ledger counts has been used: the best moment for a checkpoint."""
         return self._granted == 0
+
+
+_all: WeakSet[Releases] = WeakSet()
+
+
+if hasattr(os, "register_at_fork"):  # not on systems that are refused later, in clear words
+    os.register_at_fork(after_in_child=lambda: deque(map(Releases.forget, _all), 0))

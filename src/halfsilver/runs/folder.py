@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from halfsilver._core import system
-from halfsilver.errors import CheckpointCorrupt, ConfigError
+from halfsilver.errors import CheckpointCorrupt, ConfigError, RunFolderBusy
 
 SCHEMA_VERSION = 1
-_SETTINGS = "optimizer_settings"
+_SETTINGS, PROBE = "optimizer_settings", "probe"
 UNSAFE = "unsafe-"  # starts the id of a run with a known seed, so that the ledger's chain tells of it
 
 
@@ -32,6 +32,7 @@ class RunFolder:
         metrics.jsonl           one line per report
         checkpoint.safetensors  the latest state
         model.safetensors       the weights of a finished run, under the names of the model
+        place.json              which folder this is, and who has gone on with the run here: a copy is recognised by it
         attendance/             users of the last rounds, where users who are present take part with correlated noise
         ledger.jsonl            unless the run uses the data set's own ledger elsewhere; beside it ledger.jsonl.head
     """
@@ -43,12 +44,13 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.weights = self.path / "model.safetensors"
+        self.place = self.path / "place.json"
         self.attendance = self.path / "attendance"
         self.ledger = self.path / "ledger.jsonl"
 
-    def digests(self) -> dict[str, str]:
+    def digests(self, *more: Path) -> dict[str, str]:
         """SHA-256 of what a run leaves for good, by name: its checkpoint and its metrics."""
-        files = (file for file in (self.checkpoint, self.metrics) if file.exists())
+        files = (file for file in (self.checkpoint, self.metrics, *more) if file.exists())
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
     def settle(self) -> dict[str, str]:
@@ -85,6 +87,24 @@ class RunFolder:
                 )
         return found
 
+    def take(self, owner: str, last: str) -> bool:
+        """Note that `owner` goes on here with a run whose latest steps `last` took.
+
+        Returns whether the run was taken over from another folder, which deleting `place` declares, now or before.
+        """
+        here, known = system.place_of(self.path), read_json(self.place) if self.place.exists() else {}
+        owners, taken = [*known.get("owners", []), owner], known.get("taken_over", not known and last != "")
+        same_start = known.get("boot") == here["boot"]  # else the device may have another number now
+        moved = known.get("inode") != here["inode"] or (same_start and known.get("device") != here["device"])
+        if known and (moved or last not in ["", *owners]):
+            raise RunFolderBusy(
+                f"{self.path} is not the folder in which this run went on last: it is a copy, was restored or moved to "
+                "another disk, or the run has gone on elsewhere since. A run goes on in one folder only. If that is "
+                f"this one, and never again the other, delete {self.place} and call fit again: it takes the run over."
+            )
+        write_json(self.place, {**here, "owners": owners, "taken_over": taken})
+        return bool(taken)
+
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one record. JSON has no NaN and no infinity; null stands for them, and is read as NaN."""
         record = {name: value if _is_json(value) else None for name, value in record.items()}
@@ -104,7 +124,7 @@ class RunFolder:
         The config goes last, so that a kill on the way leaves a folder that is still seen to be in use.
         """
         shutil.rmtree(self.attendance, ignore_errors=True)
-        for path in (self.weights, self.checkpoint, self.metrics, self.statement, self.config):
+        for path in (self.place, self.weights, self.checkpoint, self.metrics, self.statement, self.config):
             path.unlink(missing_ok=True)
 
     def rewind(self, step: int) -> None:
@@ -116,6 +136,8 @@ class RunFolder:
 
 def _same(name: str, found: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether an entry of the config is unchanged. Versions of torch differ in which settings an optimizer has."""
+    if name == PROBE:  # `select` compares it, while the selection has not ended
+        return True
     if name != _SETTINGS:
         return bool(found.get(name) == now.get(name))
     if name not in found:  # a run of an earlier version

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ class Session:
     delta: float
     config: Mapping[str, Any]
     world: World
-    saved_at: float = 0.0
+    owner: str
+    taken_over: bool
 
     @classmethod
     @contextmanager
@@ -59,7 +61,7 @@ class Session:
             plan.check_delta(delta)
         mine: Ledger | None = None
 
-        def claim() -> tuple[str, float, bool]:
+        def claim() -> tuple[str, float, bool, str, bool]:
             nonlocal mine
             held.enter_context(folder.locked())
             mine = ledger if isinstance(ledger, Ledger) else _open_ledger(ledger, folder, plan)
@@ -67,10 +69,14 @@ class Session:
             asked = {"plan": plan.to_dict(), "ledger": _place(mine.path, folder.path), "delta": fixed, **config}
             run_id = folder.claim(asked)["run_id"]
             plan.check_delta(fixed)
-            return run_id, fixed, run_id in mine.runs and mine.runs[run_id].closed is not None
+            mine.counts()  # reads what others have added since it was opened
+            run, owner = mine.runs.get(run_id), secrets.token_hex(16)
+            finished = run is not None and run.closed is not None
+            taken = not finished and folder.take(owner, run.owner if run else "")
+            return run_id, fixed, finished, owner, taken
 
         with ExitStack() as held:
-            run_id, fixed, finished = world.from_lead(claim)
+            run_id, fixed, finished, owner, taken = world.from_lead(claim)
             yield cls(
                 folder=folder,
                 ledger=mine,
@@ -80,6 +86,8 @@ class Session:
                 delta=fixed,
                 config=config,
                 world=world,
+                owner=owner,
+                taken_over=taken,
             )
 
     def load(self) -> Parts | None:
@@ -109,15 +117,17 @@ class Session:
         self.folder.rewind(about["step"])
         return tensors, about
 
-    def save(self, parts: Parts, head: Head | None) -> None:
+    def save(self, parts: Parts, head: Head | None) -> float:
+        """Write a checkpoint. Returns the seconds that the write took rank 0."""
         tensors, about = parts
         about = {"run_id": self.run_id, "plan_hash": self.plan.fingerprint(), "ledger_head": head, **about}
-        self.world.from_lead(lambda: checkpoint.write(self.folder.checkpoint, tensors, about))
-        self.saved_at = time.monotonic()
 
-    def due(self, seconds: float) -> bool:
-        """Whether the latest checkpoint is older than that, by the clock of rank 0."""
-        return self.world.from_lead(lambda: time.monotonic() - self.saved_at > seconds)
+        def write() -> float:
+            started = time.monotonic()
+            checkpoint.write(self.folder.checkpoint, tensors, about)
+            return time.monotonic() - started
+
+        return self.world.from_lead(write)
 
     def log(self, record: Mapping[str, Any]) -> None:
         self.world.from_lead(lambda: self.folder.log(record))
@@ -135,15 +145,25 @@ class Session:
 
     def write_statement(self, remarks: Sequence[str] = ()) -> dict[str, Any]:
         """Put the statement of this moment beside the checkpoint."""
+        return self.world.from_lead(lambda: self._write_statement(remarks))
 
-        def write() -> dict[str, Any]:
-            made = make_statement(
-                self.plan, self._ledger, self.run_id, delta=self.delta, stamps=stamps(self.config), remarks=remarks
-            )
-            write_json(self.folder.statement, made)
-            return made
+    def _write_statement(self, remarks: Sequence[str]) -> dict[str, Any]:
+        made = make_statement(
+            self.plan, self._ledger, self.run_id, delta=self.delta, stamps=stamps(self.config), remarks=remarks
+        )
+        write_json(self.folder.statement, made)
+        return made
 
-        return self.world.from_lead(write)
+    @contextmanager
+    def stated(self) -> Iterator[None]:
+        """An error in the block leaves a statement of all that the ledger counts by then. No rank waits for another."""
+        try:
+            yield
+        except BaseException:
+            if self.world.leads and not self.finished:
+                with suppress(Exception):  # the error in the block tells more
+                    self._write_statement(())
+            raise
 
     @property
     def _ledger(self) -> Ledger:

@@ -15,6 +15,8 @@ _log = logging.getLogger("halfsilver")
 # Whoever set another handler, or ignores the signal, keeps it.
 _DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
+TERMINATED = 128 + signal.SIGTERM  # the exit code of a run that SIGTERM ended
+
 
 @contextmanager
 def caught_signal() -> Iterator[Callable[[], int]]:

@@ -53,7 +53,7 @@ def make_statement(
 
     `stamps` say what takes the guarantee away, and `remarks` what else a reader of the model should know.
     """
-    run = ledger.runs[run_id]
+    total = total_now(ledger, delta, version)  # first, because it reads what the ledger holds by now
     selects = isinstance(plan, Selection)
     made: dict[str, Any] = {
         "statement_version": SELECTION_VERSION if selects else version,
@@ -64,8 +64,8 @@ def make_statement(
         "plan": plan.to_dict(),
         "delta": delta,
         "epsilon_planned": {by: plan.epsilon(delta, by) for by in plan.accountants},
-        "spent_so_far": spent_by(plan, run.spent, delta),
-        "all_runs_on_this_data": total_now(ledger, delta, version),
+        "spent_so_far": spent_by(plan, ledger.runs[run_id].spent, delta),
+        "all_runs_on_this_data": total,
         "not_private_because": list(stamps),
     }
     return made if version == 1 else {**made, "remarks": list(remarks)}

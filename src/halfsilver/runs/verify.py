@@ -30,6 +30,8 @@ from halfsilver.runs.statement import (
     total_of,
 )
 
+BEHIND = "the statement is older than the ledger. If the run was killed, fit writes a new one when it is called again"
+
 
 def verify(
     run_dir: str | Path, ledger_path: str | Path | None = None, head_file: str | Path | None = None
@@ -40,9 +42,10 @@ def verify(
     config and plan, that the checkpoint's place in the ledger exists and is that of its step, and that the statement on
     disk says what plan, config and ledger give, and nothing else. Its total over all runs must be what the ledger held
     at a moment at which the statement can have been written: for a finished run, at its finish or later. Since others
-    may have spent after that, the total of now is returned beside it, as ``all_runs_now``. ``notices`` say what is
-    known to be wrong with the version that made the run. Checkpoint and metrics of a finished run must have the digests
-    that the ledger holds.
+    may have spent after that, the total of now is returned beside it, as ``all_runs_now``. The statement of a run that
+    goes on, or was killed, may count fewer steps than the ledger: then ``ok`` is false, and ``spent_now`` is what the
+    ledger counts. ``notices`` say what is known to be wrong with the version that made the run. Checkpoint and metrics
+    of a finished run must have the digests that the ledger holds.
     """
     folder = RunFolder(run_dir)
     config, found = _as_written(folder.config), _as_written(folder.statement)
@@ -68,12 +71,14 @@ def verify(
         plan, ledger, run_id, delta=delta, stamps=stamps(config), remarks=remarks, version=version
     )
     _compare(found, expected, _Past.of(found, ledger, run, delta, version))
+    now = spent_by(plan, ledger.runs[run_id].spent, delta)
     return {
-        "ok": True,
+        "ok": found["spent_so_far"]["steps"] == now["steps"],
         "run_id": run_id,
         "step": about["step"],
         "finished": run.closed is not None,
         "statement": found,
+        "spent_now": now,
         "all_runs_now": total_now(ledger, delta),
         "notices": _notices(config.get("versions")),
     }
@@ -81,16 +86,25 @@ def verify(
 
 # What was wrong with a version in a way that no file of a run can show.
 _NOTICES = {
-    "0.1.0": (
+    "0.1.0": [
         "made by halfsilver 0.1.0, in which a layer that writes as it runs (Embedding(max_norm=...), observers, "
         "running statistics) could carry private records past the noise; the changes of 0.1.1 say how to tell"
-    ),
+    ],
+    "0.2.0": [
+        "made by halfsilver 0.2.0, so the advisory in SECURITY.md may concern it. No file of the run answers these "
+        "questions",
+        "how many rows did a piece have (micro_batch_size, or a full batch below 512 rows), and were features mapped?",
+        "which kernels ran (GRU, RNN or LSTM, convolutions in channels_last, bfloat16)?",
+        "was it fitted through a wrapper (scikit-learn, attach_mirror, an engine of one's own), or was it a selection "
+        "that went on with another score?",
+        "did a copy or a fork of the run, or a ledger with hard links, go on beside it?",
+    ],
 }
 
 
 def _notices(versions: Any) -> list[str]:
     made_by = versions.get("halfsilver") if isinstance(versions, dict) else None
-    return [_NOTICES[made_by]] if isinstance(made_by, str) and made_by in _NOTICES else []
+    return _NOTICES.get(made_by, []) if isinstance(made_by, str) else []
 
 
 def _remarks(found: Any, tensors: Mapping[str, Tensor], possible: str) -> list[str]:
@@ -132,8 +146,8 @@ def _check_step(folder: RunFolder, run: Run, step: int) -> None:
 
 
 def _check_files(folder: RunFolder, run: Run) -> None:
-    """Runs of versions before have no digests in the ledger."""
-    now = folder.digests()
+    """Runs of versions before have no digests in the ledger. Those of later ones may have one of the weights."""
+    now = folder.digests(folder.weights)
     for name, digest in run.files.items():
         if now.get(name) != digest:
             state = "has changed" if name in now else "is gone"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -173,6 +173,8 @@ def _best_order(plan: MechanismCount, budget: Budget, prior: tuple[PairCount, ..
     return max(_ORDERS, key=room)
 
 
+_FINER, _MOST_NOISE = 1.002, 3500  # noise multipliers that are tried for advice: up to 1000 times that of the plan
+
 _Others = tuple[frozenset[tuple[Mechanism, int]], frozenset[tuple[Pair, int]]]
 
 
@@ -213,6 +215,34 @@ class BudgetFilter:
             ceiling = _Ceiling(others, taken + more, exact=more < run.remaining)
             self._ceilings[rule, run.mechanism] = ceiling
         return max(0, min(wanted, ceiling.steps - taken))
+
+    def has_room(self, history: History, run: Run) -> bool:
+        """Whether all steps of the run, registered or not, fit beside what is spent."""
+        rule = self._rule(history, run)
+        return rule is None or rule.fits([*history.counts(), run.charge(run.remaining)])
+
+    def advice(self, history: History, run: Run) -> str:
+        """The largest epsilon for which a run at the same rate fits: with more noise or, if none helps, fewer steps."""
+        rule = self._rule(history, run)
+        assert rule is not None, "without a budget everything fits"
+        budget, spent, count = rule.budget, history.counts(), run.charge(run.remaining)
+
+        def with_noise(k: int) -> MechanismCount:
+            return replace(count, noise_multiplier=count.noise_multiplier * _FINER ** (_MOST_NOISE - k))
+
+        def fits(k: int) -> bool:
+            first = rule.first if history.first else with_noise(k)
+            return Rule(budget, first, rule.prior).fits([*spent, with_noise(k)])
+
+        if least := most(fits, _MOST_NOISE):
+            count, what = with_noise(least), "as many steps at the same rate"
+        elif fewer := _room(history, run, rule):
+            count, what = run.charge(fewer), f"{fewer} steps of the same noise"
+        else:
+            return f"No noise makes as many fit, and one more step {rule.refusal([*spent, run.charge(1)])}."
+        delta = run.plan.delta or budget.delta
+        epsilon = 0.995 * epsilon_of([count], delta, total_accountant([count]))  # rounding it never gives more
+        return f"The largest that fits is epsilon={epsilon:.3g} at delta={delta:g}, with {what}."
 
     def refusal(self, history: History, run: Run) -> str:
         """Why one more step of the run does not fit."""

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, ClassVar
 
 from halfsilver.errors import ConfigError, LedgerCorrupt
 from halfsilver.privacy.accounting import Count, MechanismCount, PairCount, Trials, merged
-from halfsilver.privacy.ledger.records import GENESIS, Head, Record, check_fields, decode, line_of
+from halfsilver.privacy.ledger.records import GENESIS, FromLaterVersion, Head, Record, check_fields, decode, line_of
 from halfsilver.privacy.selection import Plan, plan_from_dict
 
 Mechanism = tuple[float, ...]  # noise multiplier, sampling rate, and of a selection its `Trials`
@@ -35,6 +35,8 @@ class Run:
     last: Head | None = None  # its last intent
     closed: Head | None = None  # its finish record; None while it may still take steps
     files: Mapping[str, str] = field(default_factory=dict)  # digests of its files at the finish, by name
+    owner: str = ""  # whoever took the last steps; "" if the records do not say
+    replaced: frozenset[str] = frozenset()  # owners before, who may take no more
 
     @property
     def remaining(self) -> int:
@@ -139,6 +141,7 @@ class History:
         self.path = path
         self.head = Head(-1, GENESIS)
         self.header: Record = {}
+        self.schema = 1
         self.runs: dict[str, Run] = {}
         self.open: dict[str, None] = {}  # ids of unfinished runs, in the order of registration
         self.totals: Counter[Mechanism] = Counter()  # steps of all runs
@@ -194,7 +197,8 @@ class History:
             self._check_link(record)
             self._APPLY[record["type"]](self, record)
         except ValueError as error:
-            raise LedgerCorrupt(f"{self.path}, line {self.lines + 1} {error}. {WAY_OUT}") from error
+            hint = "" if isinstance(error, FromLaterVersion) else f". {WAY_OUT}"
+            raise LedgerCorrupt(f"{self.path}, line {self.lines + 1} {error}{hint}") from error
         self.start, self.line, self.lines = self.end, line, self.lines + 1
         last: Record = record["finish"] if record["type"] == "summary" else record
         self.head = head_of(last)
@@ -213,7 +217,7 @@ class History:
             raise ValueError(f"has seq={record['seq']} where {self.head.seq + 1} is expected")
 
     def _apply_header(self, record: Record) -> None:
-        self.header = record
+        self.header, self.schema = self.header or record, record["schema_version"]
 
     def _apply_run(self, record: Record) -> None:
         if record["run_id"] in self.runs:
@@ -223,6 +227,7 @@ class History:
             plan=read_plan(record["plan"]),
             plan_hash=record["plan_hash"],
             block_max=record["block_max"],
+            owner=record.get("owner", ""),
         )
         self.runs[run.run_id] = run
         self.open[run.run_id] = None
@@ -234,6 +239,10 @@ class History:
             raise ValueError(f"spends steps that are not those of the plan of run {run.run_id!r}")
         if count > most:
             raise ValueError(f"spends count={count} where at most {most} is possible")
+        if record["type"] == "intent" and (owner := record.get("owner", "")) != run.owner:  # a takeover
+            if owner in run.replaced:
+                raise ValueError(f"spends steps for owner={owner!r}, whom owner={run.owner!r} has replaced")
+            run = replace(run, owner=owner, replaced=run.replaced | ({run.owner} if run.spent else set()))
         self._spend(replace(run, last=head_of(record)), count)
 
     def _apply_finish(self, record: Record) -> None:
@@ -267,6 +276,7 @@ class History:
 
     _APPLY: ClassVar[dict[str, Callable[[History, Record], None]]] = {
         "header": _apply_header,
+        "schema": _apply_header,
         "run": _apply_run,
         "intent": _apply_steps,
         "torn": _apply_steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import secrets
@@ -13,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from halfsilver._core import system
-from halfsilver.errors import BudgetExceeded, ConfigError, LedgerCorrupt, require
+from halfsilver.errors import BudgetExceeded, ConfigError, LedgerCorrupt, RunFolderBusy, require
 from halfsilver.privacy.accounting import (
     Accountant,
     Count,
@@ -65,8 +66,8 @@ class Ledger:
 
     - A step is on disk before `intend` returns, so a crash never loses one.
     - The total of all steps stays within the budget.
-    - A file that was damaged, shortened or replaced is refused. A record that a crash cut short counts as a whole
-      block.
+    - A file that was damaged, shortened or replaced is refused, and so is one with several hard links. A record that a
+      crash cut short counts as a whole block.
 
     The records form a hash chain without a secret key. The chain detects accidents and stale copies. It does not detect
     someone who rewrites the ledger and every checkpoint together. A file beside the ledger, ``<ledger>.head``, detects
@@ -163,7 +164,7 @@ class Ledger:
         """All runs that this object has read, by name, in the order of registration."""
         return MappingProxyType(self._history.runs)
 
-    def register_run(self, run_id: str, plan: Plan, *, block_max: int = 1) -> Run:
+    def register_run(self, run_id: str, plan: Plan, *, block_max: int = 1, whole: bool = False) -> Run:
         """Enter a run, which may then take the steps of its plan.
 
         Registering a run again with the same plan, as on resuming it, changes nothing.
@@ -173,19 +174,28 @@ class Ledger:
             plan: What the run will do per step, and how often. A selection is one step. It cannot change later.
             block_max: The most steps per call of `intend`, a whole number of at least 1. Default 1. A larger block
                 needs fewer writes to disk, but a crash costs up to one block of steps.
+            whole: Whether to refuse a run that has not begun and whose plan does not fit beside what is spent. Default
+                False, which grants the steps that fit. Nothing is reserved for steps that other runs may still take.
 
         Returns:
             The registered run.
 
         Raises:
+            BudgetExceeded: With `whole`, if the plan does not fit. Nothing is written then.
             ConfigError: If a run of that name has another plan, or if the plan's unit is not that of the ledger.
         """
         require(bool(run_id), "run_id", run_id, "to be a non-empty text")
         require(is_whole(block_max, 1), "block_max", block_max, "to be a whole number >= 1")
         require(plan.unit == self.unit, "unit", plan.unit, f"to be that of the ledger, {self.unit!r}")
-        fields = {"plan": plan.to_dict(), "plan_hash": plan.fingerprint(), "block_max": block_max}
+        new = Run(run_id=run_id, plan=plan, plan_hash=plan.fingerprint(), block_max=block_max)
         with self._writing():
+            run = self._history.runs.get(run_id, new)
+            if whole and not run.spent and not run.closed and not self._filter.has_room(self._history, run):
+                what = f"The plan of the new run {run_id!r} does not fit beside what is spent."
+                advice = f"{self._filter.advice(self._history, run)} Nothing was spent."
+                raise BudgetExceeded(f"{self.path} has {self.budget}. {what} {advice}")
             if run_id not in self._history.runs:
+                fields = {"plan": plan.to_dict(), "plan_hash": new.plan_hash, "block_max": block_max}
                 self._append("run", {"run_id": run_id, **fields})
             run = self._history.runs[run_id]
         if run.plan != plan:
@@ -195,27 +205,32 @@ class Ledger:
             )
         return run
 
-    def intend(self, run_id: str, wanted: int = 1) -> Grant:
+    def intend(self, run_id: str, wanted: int = 1, *, owner: str = "") -> Grant:
         """Write to disk that a run is about to take steps. Touch the private data only after this returns.
 
         Args:
             run_id: The name of a registered run.
             wanted: How many steps, a whole number of at least 1. Default 1.
+            owner: Who takes them, a text that is new each time a run is opened. Default "". Another owner than that of
+                the last steps takes the run over, and that one is refused from then on.
 
         Returns:
             The `Grant`, with as many steps as the run's `block_max`, its plan and the budget allow.
 
         Raises:
             BudgetExceeded: If not even one step is allowed. Nothing is written then.
+            RunFolderBusy: If another owner has taken the run over.
             ConfigError: If the run is not registered.
         """
         require(is_whole(wanted, 1), "wanted", wanted, "to be a whole number >= 1")
         with self._writing():
             run = self._registered(run_id)
+            if owner in run.replaced:
+                raise RunFolderBusy(taken_over(run_id))
             count = self._filter.admit(self._history, run, min(wanted, run.block_max))
             if not count:
                 raise BudgetExceeded(self._refusal(run))
-            head = self._append("intent", run.steps(count))
+            head = self._append("intent", {**run.steps(count), **({"owner": owner} if owner else {})})
         return Grant(count, *head)
 
     def finish(self, run_id: str, updates: int, files: Mapping[str, str] | None = None) -> Head:
@@ -239,7 +254,10 @@ class Ledger:
             require(possible, "updates", updates, f"in [0, {run.spent}], the steps of run {run_id!r}")
             fields = {"run_id": run_id, "updates": updates, "totals": self._history.total_list()}
             fields |= {"files": dict(files)} if files else {}
-            return run.closed or self._append("finish", fields)
+            head = run.closed or self._append("finish", fields)
+            with system.confirmed(self.path):
+                uses_of(self.path, run_id).unlink(missing_ok=True)
+            return head
 
     def external(self, event: tuple[float, float] | DpEvent, why: str) -> Head:
         """Record privacy that was spent on the same data elsewhere: synthetic data, another tool, a published table.
@@ -371,12 +389,19 @@ class Ledger:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Exclude other writers, and start from what they wrote."""
+        """Exclude other writers, also those who know the file by another path, and start from what they wrote."""
         with system.lock_file(_lock_of(self.path), blocking=True):
-            self._refresh()
-            if self._history.torn:
-                self._repair()
-            yield
+            self._refresh()  # refuses a ledger that is gone, which the next lock would make
+            with system.lock_file(self.path, blocking=True):
+                if (links := self.path.stat().st_nlink) > 1:
+                    raise LedgerCorrupt(
+                        f"{self.path} has {links} hard links, and under each name the budget could be spent once more. "
+                        "Find the others with find -samefile and delete them. A backup must be a copy, not a link."
+                    )
+                self._refresh()
+                if self._history.torn:
+                    self._repair()
+                yield
 
     def _refresh(self) -> None:
         if not self._history.follow():
@@ -385,6 +410,8 @@ class Ledger:
             self._history = fresh
 
     def _append(self, kind: str, fields: Record) -> Head:
+        if self._history.schema < SCHEMA_VERSION and kind != "schema":  # from here on, older versions refuse the file
+            self._append("schema", {"schema_version": SCHEMA_VERSION})
         line = encode({"type": kind, **fields}, seq=self.head.seq + 1, prev=self.head.hash)
         system.append_durably(self.path, line)
         # Whoever put this file here, by creation, repair or compaction, may have died before the folder was synced.
@@ -498,6 +525,17 @@ def _spent_elsewhere(event: Any) -> Count:
     require(0 < rate <= 1, "sampling_probability", rate, "in (0, 1]")
     require(is_whole(count, 1), "count", count, "to be a whole number >= 1")
     return MechanismCount(noise_multiplier=sigma, sampling_rate=rate, count=count)
+
+
+def taken_over(run_id: str) -> str:
+    """What an owner is told whom another one has replaced."""
+    where = "in another process, or in a copy of its folder or of this process, which has taken it over"
+    return f"Run {run_id!r} goes on {where}. No step is taken here. To go on here, end that one and call fit again."
+
+
+def uses_of(path: Path, run_id: str) -> Path:
+    """Where an unfinished run says which step was used last; not synced, as it is for processes that live."""
+    return path.with_name(f"{path.name}.{hashlib.sha256(run_id.encode()).hexdigest()[:16]}.used")
 
 
 def _lock_of(path: Path) -> Path:

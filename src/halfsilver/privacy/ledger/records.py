@@ -1,6 +1,10 @@
 """The ledger's records on disk: one canonical JSON line each, chained by SHA-256.
 
 This file knows what a record looks like on its own; `history` knows whether it fits those before it.
+
+Version 2 (halfsilver 0.2.1) added the record "schema" and the field `owner`. A file of version 1 keeps its header, and
+the first record appended to it is "schema", which older versions refuse. A digest of the weights has its place among
+the `files` of a finish. `RESERVED` names types for later versions. A reader that does not know one refuses the file.
 """
 
 from __future__ import annotations
@@ -13,11 +17,16 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+RESERVED = ("budget", "request", "approval", "reservation", "return")
 ADJACENCY = "add-remove-one"
 GENESIS = "0" * 64  # what the first record names as its predecessor
 
 Record = dict[str, Any]
+
+
+class FromLaterVersion(ValueError):
+    """A whole record that this version cannot read."""
 
 
 class Head(NamedTuple):
@@ -85,16 +94,20 @@ def check_fields(record: Mapping[str, Any], names: tuple[str, ...]) -> None:
 
 def _check_type(record: Record) -> None:
     kind, version = record.get("type"), record.get("schema_version", SCHEMA_VERSION)
+    if kind in RESERVED or (type(version) is int and version > SCHEMA_VERSION):
+        what = f"has type={kind!r}, schema_version={version!r} of a later halfsilver; this one reads versions 1 to"
+        raise FromLaterVersion(f"{what} {SCHEMA_VERSION}. Use the version that wrote the ledger.")
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ValueError(f"has the unknown type {kind!r}; expected one of {sorted(_FIELDS)}")
-    if type(version) is not int or version != SCHEMA_VERSION:
-        raise ValueError(f"has schema_version={version!r}; this halfsilver reads version {SCHEMA_VERSION}")
+    if type(version) is not int or version < 1:
+        raise ValueError(f"has the impossible schema_version={version!r}")
 
 
 _COMMON = ("type", "seq", "prev", "hash", "time")
 _STEPS = ("run_id", "plan_hash", "noise_multiplier", "sampling_rate", "sampler", "count")
 _FIELDS: dict[str, tuple[str, ...]] = {
     "header": ("schema_version", "ledger_id", "adjacency", "unit", "budget"),
+    "schema": ("schema_version",),
     "run": ("run_id", "plan", "plan_hash", "block_max"),
     "intent": _STEPS,
     "torn": _STEPS,
@@ -103,7 +116,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "summary": ("finish", "runs"),
 }
 # Only where there is something to say, so that versions before can read all other ledgers.
-_OPTIONAL: dict[str, set[str]] = {"summary": {"external"}, "finish": {"files"}}
+_OPTIONAL: dict[str, set[str]] = {"summary": {"external"}, "finish": {"files"}, "run": {"owner"}, "intent": {"owner"}}
 
 
 def is_whole(value: object, least: int = 0) -> bool:
@@ -163,6 +176,7 @@ _POSSIBLE: dict[str, Callable[[Any], bool]] = {
     "unit": lambda value: value in ("example", "user"),
     "budget": _is_budget,
     "run_id": _is_text,
+    "owner": _is_text,
     "plan": lambda value: isinstance(value, dict),
     "plan_hash": _is_hash,
     "block_max": lambda value: is_whole(value, 1),

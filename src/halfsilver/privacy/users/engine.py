@@ -63,7 +63,7 @@ class Contribution:
             rounding stays within the clipping margin.
         users: How many users the sender was asked for in this round, at least 1. Default 1. The engine must know this
             number by itself and never take it from the sender, because the contribution is clipped to `users` clip
-            norms.
+            norms. What is not a whole number, or more than the users of the round who are not heard yet, adds nothing.
 
     Example:
         >>> import torch
