@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import halfsilver as hs
-from benchmarks.robustness import select_kills
+from benchmarks.robustness import select_kills, stops
 from halfsilver import selection
 from halfsilver._core import checkpoint
 from halfsilver.errors import BudgetExceeded, ConfigError, SelectionFailed, SelectionLost
@@ -52,6 +52,19 @@ def score(model: nn.Module) -> float:
 
 def select(run_dir: Path, settings: Any = (0.1, 1.0), build: Any = build, score: Any = score, **options: Any) -> Any:
     return hs.select(settings, build, score, (X[:100], Y[:100]), **{"plan": PLAN, "run_dir": run_dir, **options})
+
+
+def trained(after: Callable[[nn.Module], float], before: Callable[[nn.Module], float] | None = None) -> Any:
+    """A score whose second form the checks do not see, which come before the payment and at each resume."""
+
+    def one(model: nn.Module) -> float:
+        return after(model) if stops.in_a_run() else before(model) if before else 0.0
+
+    return one
+
+
+def stop_now(*_: Any) -> float:
+    raise KeyboardInterrupt
 
 
 def force(monkeypatch: pytest.MonkeyPatch, k: int, drawn: list[int] | None = None) -> None:
@@ -99,8 +112,8 @@ def test_a_changed_statement_does_not_verify(tmp_path: Path, monkeypatch: pytest
 
 def test_the_best_of_all_runs_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, 4)
-    scores = iter([0.0, 1.0, float("nan"), 3.0, 2.0])  # the first is that of the check
-    assert select(tmp_path, score=lambda model: next(scores)).score == 3.0
+    scores = iter([1.0, float("nan"), 3.0, 2.0])
+    assert select(tmp_path, score=trained(lambda model: next(scores))).score == 3.0
 
 
 def test_a_selection_without_a_finite_score_publishes_one_of_its_runs(
@@ -140,16 +153,12 @@ def test_nothing_is_shown_whatever_k_is(
 
 def test_warnings_of_runs_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, 2)
-    calls: list[int] = []
 
     def warns(model: nn.Module) -> float:
-        calls.append(1)
-        if len(calls) > 1:
-            warnings.warn("a run", UserWarning, stacklevel=1)
+        warnings.warn("a run", UserWarning, stacklevel=1)
         return score(model)
 
-    select(tmp_path, score=warns)  # warnings are errors in tests
-    assert len(calls) > 1
+    assert select(tmp_path, score=trained(warns)).score >= 0  # warnings are errors in tests, and an error has no score
 
 
 def test_the_sealed_folder_is_for_its_owner_and_gone_before_the_result(
@@ -171,26 +180,189 @@ def test_the_sealed_folder_is_for_its_owner_and_gone_before_the_result(
     assert not (tmp_path / "sealed").exists()
 
 
-def test_an_error_does_not_tell_which_run_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, 3)
-    calls: list[int] = []
+# ---- a run that fails
+
+
+def test_a_score_that_raises_is_the_worst_and_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but Ctrl-C: what a score raises on a trained model may depend on private rows."""
+    force(monkeypatch, 4)
+    seen: list[str] = []
+    errors = iter([ValueError("lr=0.1"), SystemExit(3), None, AssertionError()])
 
     def fails(model: nn.Module) -> float:
-        calls.append(1)
-        if len(calls) == 3:
-            raise ValueError("lr=0.1 in run 1")
-        return float(len(calls))
+        error = next(errors)
+        if error is not None:
+            raise error
+        seen.append((tmp_path / "sealed" / "error.txt").read_text())
+        return 2.0
 
+    assert select(tmp_path, score=trained(fails)).score == 2.0
+    assert "SystemExit: 3" in seen[0]
+    assert not (tmp_path / "sealed").exists()
+    verify(tmp_path)
+
+
+def test_if_every_score_raises_one_of_the_runs_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, 2)
+    best = select(tmp_path, score=trained(lambda model: 1 / 0))
+    assert best.score != best.score
+    verify(tmp_path)
+
+
+def answers(tmp_path: Path, thresholds: list[float]) -> list[bool]:
+    """Whether some run has a weight above each threshold, asked by a score that raises there, until one is best."""
+    found: list[bool] = []
+    for t in thresholds:
+
+        def raises(model: nn.Module, t: float = t) -> float:
+            if float(next(model.parameters())[0, 0]) > t:
+                raise ValueError("Input contains NaN")
+            return 0.0
+
+        try:
+            select(tmp_path, score=trained(raises))
+        except SelectionFailed:
+            found.append(True)
+        else:
+            return [*found, False]
+    return found
+
+
+@pytest.mark.nightly
+def test_one_payment_is_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The retry: after an error, the same runs would be asked again by another score."""
+    force(monkeypatch, 3)
+    assert answers(tmp_path / "a", [-9.0, -8.0, -7.0]) == [False]
+    assert len(records(tmp_path / "a", "intent")) == 1
+    with stops.planted("score"):
+        assert answers(tmp_path / "b", [-9.0, -8.0, -7.0, 9.0]) == [True, True, True, False]  # the check has teeth
+
+
+def test_another_score_or_build_is_paid_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, 2)
+
+    def wider(lr: float) -> hs.Trainer:
+        made = build(lr)
+        with torch.no_grad():
+            next(made.model.parameters()).mul_(2)
+        return made
+
+    def other(model: nn.Module) -> float:
+        return score(model) - 1
+
+    with pytest.raises(KeyboardInterrupt):
+        select(tmp_path, score=trained(stop_now, score))
+    for changed in ({"score": other}, {"build": wider}):
+        with pytest.raises(ConfigError, match=r"build and score to be those .*pay_again=True"):
+            select(tmp_path, **changed)
+    assert len(records(tmp_path, "intent")) == 1
+    assert select(tmp_path, score=other, pay_again=True).score <= 0
+    assert len(records(tmp_path, "intent")) == 2
+    select(tmp_path)  # a finished one is loaded, whatever its score
+    verify(tmp_path)
+
+
+def test_the_same_score_resumes_the_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, 2)
+    with pytest.raises(KeyboardInterrupt):
+        select(tmp_path, score=trained(stop_now, score))
+    force(monkeypatch, 99)  # would be another K
+    assert select(tmp_path).score >= 0
+    assert len(records(tmp_path, "intent")) == 1
+
+
+def test_a_selection_of_a_version_that_noted_no_score_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(monkeypatch, 2)
+    with pytest.raises(KeyboardInterrupt):
+        select(tmp_path, score=trained(stop_now, score))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["probe"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert select(tmp_path).score >= 0
+
+
+def failing(at: float, error: BaseException) -> Callable[[float], hs.Trainer]:
+    """Training with this learning rate raises after its last step."""
+
+    class Fails(hs.Trainer):
+        def _finish(self, *args: Any) -> Any:
+            raise error
+
+    def make(lr: float) -> hs.Trainer:
+        made = build(lr)
+        return Fails(made.model, loss_fn, optimizer=made.optimizer, plan=EACH) if lr == at else made
+
+    return make
+
+
+def draw_settings(monkeypatch: pytest.MonkeyPatch, *drawn: int) -> None:
+    force(monkeypatch, len(drawn))
+    numbers = iter(drawn)
+    monkeypatch.setattr(Selection, "draw_setting", lambda plan, settings, entropy: next(numbers))
+
+
+@pytest.mark.parametrize("error", [ValueError("a loss is NaN"), SystemExit(0)])
+def test_a_run_whose_training_raises_is_the_worst(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    draw_settings(monkeypatch, 0, 1, 0)
+    best = select(tmp_path, build=failing(0.1, error), score=trained(lambda model: float("nan")))
+    assert best.setting == 1.0
+    verify(tmp_path)
+
+
+def test_if_all_runs_fail_the_selection_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told is the first run's error: the result of one run, as a model would be."""
+    draw_settings(monkeypatch, 0, 1)
+    made = {0.1: failing(0.1, ValueError("first")), 1.0: failing(1.0, ValueError("second"))}
+    with pytest.raises(SelectionLost, match="the first one with ValueError: first") as caught:
+        select(tmp_path, build=lambda lr: made[lr](lr))
+    assert "ValueError: second" not in str(caught.value)
+    assert not (tmp_path / "sealed").exists()
+    with pytest.raises(SelectionLost, match="K is gone"):
+        select(tmp_path)
+
+
+def test_a_build_that_raises_in_a_later_run_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a build that counts its calls would tell K."""
+    calls: list[float] = []
+
+    def counts(lr: float) -> hs.Trainer:
+        calls.append(lr)
+        if len(calls) in (5, 6):  # the second and third run, after three checks
+            raise ValueError
+        return build(lr)
+
+    force(monkeypatch, 4)
+    assert select(tmp_path, build=counts).score >= 0
+    assert len(calls) == 8
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), MemoryError()])
+def test_what_the_machine_lacks_stops_a_selection_which_then_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    draw_settings(monkeypatch, 1, 0)
     with pytest.raises(SelectionFailed) as caught:
-        select(tmp_path, score=fails)
+        select(tmp_path, build=failing(0.1, error))
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
-    assert "lr" not in str(caught.value)
-    assert "lr=0.1 in run 1" in (tmp_path / "sealed" / "error.txt").read_text()
-    force(monkeypatch, 99)  # would be another K
-    assert select(tmp_path, score=fails).score == 6.0  # calls: check, run 0, failure, check, runs 1 and 2
-    assert len(calls) == 6
-    assert not (tmp_path / "sealed").exists()
+    assert type(error).__name__ in (tmp_path / "sealed" / "error.txt").read_text()
+    assert select(tmp_path).score >= 0
+    assert len(records(tmp_path, "intent")) == 1
+
+
+def test_a_mistake_is_heard_before_a_private_record_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows in the first run, and hangs on nothing private. Once it is corrected, the selection goes on."""
+    force(monkeypatch, 2)
+
+    def make(lr: float) -> hs.Trainer:
+        return build(lr, mirror=hs.FirstOrder(0.5))
+
+    with pytest.raises(SelectionFailed):
+        select(tmp_path, build=make)
+    assert "public" in (tmp_path / "sealed" / "error.txt").read_text()
+    assert select(tmp_path).score >= 0
 
 
 # ---- paid for first, and drawn once
@@ -213,23 +385,19 @@ def test_what_the_budget_does_not_allow_is_neither_drawn_nor_trained(
     force(monkeypatch, 1, drawn)
     ledger = hs.Ledger.open(tmp_path / "ledger", budget=hs.Budget(epsilon=1.5 * PLAN.epsilon(), delta=1e-5))
     select(tmp_path / "one", ledger=ledger)
-    with pytest.raises(BudgetExceeded):
+    before = ledger.path.read_bytes()
+    with pytest.raises(BudgetExceeded, match="does not fit beside what is spent"):
         select(tmp_path / "two", ledger=ledger)
+    assert ledger.path.read_bytes() == before
     assert len(drawn) == 1
     assert ledger.spent() == PLAN.epsilon()
 
 
 def lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A selection that was interrupted in its first run, and whose sealed folder is gone."""
-
-    def stops(model: nn.Module) -> float:
-        if (tmp_path / "sealed").exists():
-            raise KeyboardInterrupt
-        return 0.0
-
     force(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
-        select(tmp_path, score=stops)
+        select(tmp_path, score=trained(stop_now, score))
     shutil.rmtree(tmp_path / "sealed")
 
 
@@ -291,6 +459,7 @@ def test_a_run_without_steps_left_ends_the_selection(tmp_path: Path, monkeypatch
     select(tmp_path, build=make, plan=plan, pay_again=True)
 
 
+@pytest.mark.nightly
 def test_kills_at_ten_points() -> None:
     """The full form is `python -m benchmarks.robustness.select_kills --kills 200 --json`."""
     tally, _ = select_kills.kill(10, points=range(5, 165, 20))
@@ -305,7 +474,7 @@ def test_kills_at_ten_points() -> None:
 )
 def test_the_kills_have_teeth(without: str, figure: str) -> None:
     """One kill in the second run of two, after its first step."""
-    tally, _ = select_kills.kill(1, points=[125], without=without)
+    tally, _ = select_kills.kill(1, points=[143], without=without)
     assert tally.kills == 1
     assert getattr(tally, figure) > 0, tally
 

@@ -8,6 +8,7 @@ published.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
 import math
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from halfsilver._core import checkpoint, system
 from halfsilver._core.distributed import World
 from halfsilver._core.random import own_randomness
-from halfsilver._core.tensors import eval_mode, trainable
+from halfsilver._core.tensors import eval_mode, norm, trainable
 from halfsilver._core.warning_filters import warning_filter, warning_filters
 from halfsilver.errors import BudgetExceeded, CheckpointCorrupt, ConfigError, SelectionFailed, SelectionLost, require
 from halfsilver.privacy.data import PrivateData
@@ -33,8 +34,9 @@ from halfsilver.privacy.entropy import OsEntropy
 from halfsilver.privacy.ledger import Head, Ledger
 from halfsilver.privacy.selection import Selection
 from halfsilver.privacy.users import Engine
-from halfsilver.runs.folder import read_json, write_json
+from halfsilver.runs.folder import PROBE, read_json, write_json
 from halfsilver.runs.session import Session
+from halfsilver.runs.signals import TERMINATED
 from halfsilver.runs.state import Parts
 from halfsilver.runs.statement import diverged, stamps
 from halfsilver.trainer import Trainer
@@ -47,6 +49,7 @@ Score = Callable[[nn.Module], Any]
 Draw = tuple[int, int]  # the number of a setting, and a seed for what `build` draws
 
 _SEED_BYTES = 7
+_STOPS = (KeyboardInterrupt, OSError, MemoryError, torch.OutOfMemoryError, BudgetExceeded)  # of a person or the machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +100,10 @@ def select(
     deleted before the best model is written to `run_dir`. If the process is killed, call `select` again in the same
     way: it reads K again, and resumes the run that was killed as `Trainer.fit` would.
 
-    Nothing is printed, logged or warned of while the runs train. Before anything is spent, `build` is called for each
-    setting and `score` once, so that most mistakes show up there. What fails later is described in
-    ``run_dir/sealed/error.txt``, because the error itself must not tell which run it was.
+    Nothing is printed, logged or warned of while the runs train. Before anything is spent, `build` and `score` are
+    called for each setting, so that most mistakes show up there. A stopped selection is resumed with the same two only,
+    recognised by what they gave then: another score would be another answer. A run whose score raises has the worst
+    score, and one whose training raises is worse still; ``run_dir/sealed/error.txt`` says why.
 
     Guarantee: the model, the score, the setting and all files that remain are (epsilon, delta)-DP with the figures of
     ``plan.epsilon()``, if `score` reads public rows only and if each run depends on its setting and on the data alone.
@@ -113,14 +117,14 @@ def select(
             it may change `max_grad_norm`. It must have no callbacks, which would see every run. Train a public start
             once, outside of `build`.
         score: ``score(model)`` returns a number, computed on public rows alone. Higher is better; what is not finite is
-            worst. The model is in eval mode, and no gradients are recorded.
+            worst. The same model must have the same score again. It is in eval mode, and no gradients are recorded.
         private: The private data, as `Trainer.fit` takes them.
         public: The public data, as `Trainer.fit` takes them.
         plan: The plan of one run, and how many runs to expect. See `Selection.calibrate`.
         run_dir: The run folder. A finished selection in it is only loaded.
         ledger: The ledger of the private data set, where several runs share one (default: in the run folder).
-        pay_again: If the sealed folder is gone although the selection was paid for, pay for a second one and draw
-            again. Default False: the selection is refused.
+        pay_again: If the sealed folder is gone although the selection was paid for, or if `build` or `score` have
+            changed, pay for a second one and draw again. Default False: the selection is refused.
 
     Returns:
         The best model with its setting and score.
@@ -128,8 +132,8 @@ def select(
     Raises:
         ConfigError: An argument is wrong. Nothing has been spent.
         BudgetExceeded: The ledger's budget does not allow the selection. Nothing has been spent.
-        SelectionLost: The selection was paid for, but K is gone, or a run has no steps left after kills.
-        SelectionFailed: A run failed. Once its cause is removed, the selection can be resumed.
+        SelectionLost: It was paid for, but K is gone, a run has no steps left after kills, or training fails in all.
+        SelectionFailed: The first run failed before it read a private record, or disk or memory did. It can be resumed.
 
     References:
         - Papernot and Steinke 2022, Hyperparameter Tuning with Renyi Differential Privacy, arXiv:2110.03620.
@@ -159,15 +163,15 @@ def select(
         raise ConfigError("select runs in one process. Call it before torch.distributed starts.")
     private = private if isinstance(private, PrivateData | Engine) else PrivateData(private)
     names = _names(settings)
-    device = _check(settings, build, score, plan)
-    options = {"selection": {"settings": names, "public": public is not None}}
+    device, probe = _check(settings, build, score, plan)
+    options = {"selection": {"settings": names, "public": public is not None}, PROBE: probe}
     if pay_again:
         with Session.open(run_dir, ledger, plan, config=options, delta=None) as session:
-            _abandon_if_lost(session)
+            _abandon_if_lost(session, probe)
     with Session.open(run_dir, ledger, plan, config=options, delta=None) as session:
         seal = _Seal.of(session)
         if not session.folder.checkpoint.exists():
-            draws = None if seal.winner.exists() else _draws(session, seal, plan, len(settings))
+            draws = None if seal.winner.exists() else _draws(session, seal, plan, len(settings), probe)
             if draws is not None:
                 fit = _Run(settings, build, score, private, public, plan, device, seal)
                 _train_all(session, seal, draws, fit)
@@ -186,26 +190,29 @@ def _names(settings: Sequence[S]) -> list[str]:
     return names
 
 
-def _check(settings: Sequence[S], build: Build[S], score: Score, plan: Selection) -> torch.device:
-    """Whether `build` and `score` can be used; returns the device of the models.
+def _check(settings: Sequence[S], build: Build[S], score: Score, plan: Selection) -> tuple[torch.device, str]:
+    """Whether `build` and `score` can be used; returns the device of the models, and a digest of what the two give.
 
     A model that two runs share would carry what one has learnt to the next, and they would not be independent.
     """
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     before: Trainer | None = None
-    with own_randomness(0, devices):
-        for setting in (settings[0], *settings):
+    found = list[str]()
+    for number, setting in enumerate((settings[0], *settings)):  # the first one twice, with one seed
+        with own_randomness(max(0, number - 1), devices):
             trainer = build(setting)
             _check_trainer(trainer, plan)
-            if before is None:
-                _scored(score, trainer.model)
-            elif _memory(before) & _memory(trainer):
+            if before is not None and _memory(before) & _memory(trainer):
                 raise ConfigError(
                     "Expected build(setting) to make a new model each time: two of its models share weights."
                 )
+            outputs = [*(norm([p.detach()]) for p in trainer.model.parameters()), _rank(_scored(score, trainer.model))]
+            found.append(" ".join(f"{value:.2e}" for value in outputs))  # machines differ in later digits
             before = trainer
     assert before is not None
-    return trainable(before.model)[0].device
+    hint = "Draw random numbers from the generators of torch, NumPy or Python: a resumed selection compares them."
+    require(found[0] == found[1], "outputs of build and score", found[1], f"to be {found[0]} again", hint)
+    return trainable(before.model)[0].device, hashlib.sha256("".join(found).encode()).hexdigest()
 
 
 def _check_trainer(trainer: Trainer, plan: Selection) -> None:
@@ -270,6 +277,11 @@ class _Seal:
     def run(self, index: int) -> Path:
         return self.path / f"run-{index}"
 
+    def note(self, error: BaseException) -> None:
+        """Keep the latest error for the owner of the folder, if it can be written."""
+        with contextlib.suppress(OSError):
+            self.error.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+
     def make(self) -> None:
         """Make it, empty."""
         self.destroy()
@@ -303,17 +315,19 @@ class _Seal:
             system.fsync_folder(self.path.parent)
 
 
-def _draws(session: Session, seal: _Seal, plan: Selection, settings: int) -> list[Draw]:
+def _draws(session: Session, seal: _Seal, plan: Selection, settings: int, probe: str) -> list[Draw]:
     """K settings and seeds: those that were drawn before or, for a new selection, new ones after it is paid for."""
     ledger = session.ledger
     assert ledger is not None, "select runs in one process"
+    if _is_another(session, probe):
+        raise ConfigError(f"Expected build and score to be those of {session.folder.path}: {_ONE_SCORE} {_PAY_AGAIN}")
     if _is_paid(session):
         draws = seal.read()
         if draws is None:
             raise SelectionLost(f"{session.folder.path}: the selection was paid for, but K is gone. {_PAY_AGAIN}")
         return draws
     seal.make()
-    ledger.intend(session.run_id)  # from here on it is paid for, whatever happens
+    ledger.intend(session.run_id, owner=session.owner)  # from here on it is paid for, whatever happens
     entropy = OsEntropy()
     runs = range(plan.draw(entropy))
     draws = [(plan.draw_setting(settings, entropy), _seed()) for _ in runs]
@@ -321,6 +335,7 @@ def _draws(session: Session, seal: _Seal, plan: Selection, settings: int) -> lis
     return draws
 
 
+_ONE_SCORE = "a selection is paid for one score."
 _PAY_AGAIN = "A second draw costs as much again: select(..., pay_again=True) records that in the ledger and draws."
 
 
@@ -331,13 +346,20 @@ def _seed() -> int:
 def _is_paid(session: Session) -> bool:
     """Whether the ledger counts it. This enters it into the ledger, which also settles a record that was cut off."""
     assert session.ledger is not None, "select runs in one process"
-    return session.ledger.register_run(session.run_id, session.plan).spent > 0
+    return session.ledger.register_run(session.run_id, session.plan, whole=True).spent > 0
 
 
-def _abandon_if_lost(session: Session) -> None:
+def _is_another(session: Session, probe: str) -> bool:
+    """Whether it began with another `build` or `score`, as far as it is noted: versions before did not."""
+    return bool(read_json(session.folder.config).get(PROBE, probe) != probe)
+
+
+def _abandon_if_lost(session: Session, probe: str) -> None:
     """Close a selection that cannot be resumed, and make room for another. What it cost stays in the ledger."""
     seal = _Seal.of(session)
-    if session.folder.checkpoint.exists() or seal.winner.exists() or not _is_paid(session) or seal.read() is not None:
+    if session.folder.checkpoint.exists() or seal.winner.exists():
+        return
+    if (not _is_paid(session) or seal.read() is not None) and not _is_another(session, probe):
         return
     assert session.ledger is not None, "select runs in one process"
     session.ledger.finish(session.run_id, 0)
@@ -361,19 +383,43 @@ class _Run(Generic[S]):
     device: torch.device
     seal: _Seal
 
-    def __call__(self, index: int, draw: Draw) -> tuple[dict[str, Tensor], float | None]:
+    def __call__(self, index: int, draw: Draw) -> tuple[dict[str, Tensor], float | None, str]:
+        """Weights, score, and why there are no weights.
+
+        Once a run has read private rows, its errors may follow from them, and whether a later run is there must not be
+        heard. So an error is the result of the run, and the worst one.
+        """
         setting, seed = draw
+        folder = self.seal.run(index)
         with own_randomness(seed, [self.device]):
-            trainer = self.build(self.settings[setting])
-            _check_trainer(trainer, self.plan)
-            trainer.progress = False
-            folder = self.seal.run(index)
-            result = trainer.fit(self.private, self.public, run_dir=folder)
+            try:
+                trainer = self.build(self.settings[setting])
+                _check_trainer(trainer, self.plan)
+                trainer.progress = False
+                result = trainer.fit(self.private, self.public, run_dir=folder, check_usable=False)
+            except BaseException as error:
+                if isinstance(error, _STOPS) or getattr(error, "code", None) == TERMINATED:
+                    raise
+                if not index and not _has_begun(folder / "ledger.jsonl"):
+                    shutil.rmtree(folder, ignore_errors=True)  # a mistake; the run begins again once it is corrected
+                    raise
+                self.seal.note(error)
+                return {}, None, "".join(traceback.format_exception_only(error)).strip()
             if result.stopped == "budget":
-                raise BudgetExceeded("A run has used all steps of its plan, those repeated after a kill included.")
+                raise BudgetExceeded("A run has no steps left after kills. Keep some: calibrate(spare_steps=...).")
             _check_ledger(folder / "ledger.jsonl", self.plan)
             weights = {f"model.{name}": t.detach().cpu().clone() for name, t in trainer.model.state_dict().items()}
-            return weights, _scored(self.score, trainer.model)
+            try:
+                return weights, _scored(self.score, trainer.model), ""
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                self.seal.note(error)
+                return weights, None, ""
+
+
+def _has_begun(path: Path) -> bool:
+    return path.exists() and any(run.spent for run in Ledger.open(path, create=False).runs.values())
 
 
 def _check_ledger(path: Path, plan: Selection) -> None:
@@ -386,26 +432,20 @@ def _check_ledger(path: Path, plan: Selection) -> None:
 
 def _train_all(session: Session, seal: _Seal, draws: Sequence[Draw], run: _Run[Any]) -> None:
     """Train what is missing, and leave the winner in the seal. What goes wrong does not tell where."""
-    cause = None
+    lost = None
     try:
         with _hushed():
             _continue(session, seal, draws, run)
+            return
     except Exception as error:
-        cause = "".join(traceback.format_exception(error))
-        lost = isinstance(error, BudgetExceeded)
+        seal.note(error)
+        lost = str(error) if isinstance(error, BudgetExceeded | SelectionLost) else None
     # Raised here, and not where the error was caught, so that it does not carry that one along.
-    if cause is None:
-        return
-    if lost:
+    if lost is not None:
         seal.destroy()
-        raise SelectionLost(
-            f"{session.folder.path}: a run was killed too often and has no steps left, so the selection cannot be "
-            f"finished. Keep some in hand with calibrate(spare_steps=...). {_PAY_AGAIN}"
-        )
-    with contextlib.suppress(OSError):
-        seal.error.write_text(cause, encoding="utf-8")
+        raise SelectionLost(f"{session.folder.path}: the selection cannot be finished. {lost} {_PAY_AGAIN}")
     raise SelectionFailed(
-        f"A run of the selection in {session.folder.path} failed. If it can be written, {seal.error} says why; it also "
+        f"The selection in {session.folder.path} was stopped. If it can be written, {seal.error} says why; it also "
         "tells which run it was, so treat it as private. Remove the cause and call select again: it resumes."
     )
 
@@ -414,12 +454,16 @@ def _continue(session: Session, seal: _Seal, draws: Sequence[Draw], run: _Run[An
     weights, about = checkpoint.read(seal.best) if seal.best.exists() else ({}, {"done": 0})
     for index in range(about["done"], len(draws)):
         setting, seed = draws[index]
-        found, score = run(index, draws[index])
-        if not weights or _rank(score) > _rank(about["score"]):
+        found, score, failed = run(index, draws[index])
+        why = about.get("why", failed)  # of the first run: if all fail, that is the one to be told of
+        if found and (not weights or _rank(score) > _rank(about["score"])):
             weights, about = found, {"score": score, "setting": setting, "seed": f"{seed:0{2 * _SEED_BYTES}x}"}
-        about = {**about, "done": index + 1}
+        about = {**about, "done": index + 1, "why": why}
         checkpoint.write(seal.best, weights, about)
-        shutil.rmtree(seal.run(index))
+        with contextlib.suppress(FileNotFoundError):  # a run that could not be built has no folder
+            shutil.rmtree(seal.run(index))
+    if not weights:
+        raise SelectionLost(f"All runs failed in training, the first one with {about['why']}.")
     head = _head(session)
     told = {name: about[name] for name in ("score", "setting", "seed")}
     own = {"run_id": session.run_id, "plan_hash": session.plan.fingerprint(), "ledger_head": head, "step": 1}
