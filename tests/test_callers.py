@@ -1,4 +1,4 @@
-"""Estimators of halfsilver inside those of scikit-learn that read private rows, or fit several times."""
+"""Estimators of halfsilver inside other estimators, which read private rows or fit several times."""
 
 from __future__ import annotations
 
@@ -9,14 +9,28 @@ from typing import Any
 import numpy as np
 import pytest
 import sklearn
-from sklearn.compose import ColumnTransformer
-from sklearn.ensemble import BaggingRegressor
+from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.compose import ColumnTransformer, TransformedTargetRegressor
+from sklearn.ensemble import (
+    AdaBoostRegressor,
+    BaggingClassifier,
+    BaggingRegressor,
+    StackingClassifier,
+    StackingRegressor,
+    VotingClassifier,
+    VotingRegressor,
+)
+from sklearn.feature_selection import RFE, SelectFromModel
 from sklearn.frozen import FrozenEstimator
-from sklearn.model_selection import cross_val_score
+from sklearn.linear_model import RANSACRegressor
+from sklearn.model_selection import GridSearchCV, TunedThresholdClassifierCV, cross_val_score
+from sklearn.multiclass import OneVsOneClassifier, OneVsRestClassifier, OutputCodeClassifier
+from sklearn.multioutput import ClassifierChain, MultiOutputRegressor
 from sklearn.pipeline import FeatureUnion, Pipeline, make_pipeline
-from sklearn.preprocessing import FunctionTransformer, Normalizer, StandardScaler
+from sklearn.preprocessing import FunctionTransformer, Normalizer, StandardScaler, scale
+from sklearn.semi_supervised import SelfTrainingClassifier
 
-import halfsilver as hs
 from halfsilver.errors import ConfigError
 from halfsilver.linear_model import MirrorLinearRegression, MirrorLogisticRegression, PublicTransformer
 
@@ -36,15 +50,45 @@ def given(pipeline: Pipeline) -> dict[str, Any]:
     return {f"{last}__{name}": value for name, value in PUBLIC.items()}
 
 
+class OwnFit(Pipeline):  # type: ignore[misc]
+    """What imblearn's pipeline is: a subclass with a `fit` of its own, which fits its steps to private rows."""
+
+    def fit(self, X: Any, y: Any = None, **given: Any) -> Any:
+        for _, step in self.steps[:-1]:
+            X = step.fit_transform(X, y)
+        self.steps[-1][1].fit(X, y, **{name.split("__")[1]: rows for name, rows in given.items()})
+        return self
+
+
+class SaysItDoesNot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
+    """A transformer whose tag says that it needs no fit, though it learns means."""
+
+    def fit(self, X: Any, y: Any = None) -> Any:
+        self.mean_ = X.mean(0)
+        return self
+
+    def transform(self, X: Any) -> Any:
+        return X - self.mean_
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.requires_fit = False
+        return tags
+
+
 @pytest.mark.parametrize(
     "step",
     [
         StandardScaler(),
         FeatureUnion([("one", "passthrough"), ("two", StandardScaler())]),
         ColumnTransformer([("one", StandardScaler(), [0, 1])], remainder="passthrough"),
+        ColumnTransformer([("one", "passthrough", [0])], remainder=StandardScaler()),
         make_pipeline(Normalizer(), StandardScaler()),
+        OwnFit([("scale", Normalizer())]),
+        FunctionTransformer(scale),
+        SaysItDoesNot(),
     ],
-    ids=["scaler", "union", "columns", "nested"],
+    ids=["scaler", "union", "columns", "remainder", "nested", "subclass", "mixes", "tag"],
 )
 def test_a_step_that_learns_from_private_rows_is_refused(step: Any) -> None:
     pipeline = Pipeline([("scale", step), ("model", regression())])
@@ -58,10 +102,12 @@ def test_a_step_that_learns_from_private_rows_is_refused(step: Any) -> None:
         "passthrough",
         Normalizer(),
         FunctionTransformer(),
+        FunctionTransformer(np.abs),
+        PublicTransformer(FunctionTransformer(lambda x: x.clip(-1, 1))).fit_public(X[:100]),
         PublicTransformer(StandardScaler()).fit_public(X[:100]),
         FrozenEstimator(StandardScaler().fit(X[:100])),
     ],
-    ids=["passthrough", "rows", "function", "public", "frozen"],
+    ids=["passthrough", "rows", "identity", "ufunc", "declared", "public", "frozen"],
 )
 def test_a_step_that_learns_nothing_of_them_is_taken(step: Any) -> None:
     pipeline = Pipeline([("scale", step), ("model", regression())])
@@ -75,28 +121,107 @@ def test_the_classifier_refuses_it_too() -> None:
         pipeline.fit(X[100:], Y[100:] > 0, **{name: v > 0 if "y_public" in name else v for name, v in public.items()})
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_several_fits_need_a_common_ledger(jobs: int, tmp_path: Path) -> None:
+class Bound(MirrorLinearRegression):
+    """Most wrappers pass no public rows on, so a subclass of a few lines binds them."""
+
+    def __init__(self, ledger: Any = None, method: Any = "pda") -> None:
+        super().__init__(n_private=200, steps=2, ledger=ledger, method=method)
+
+    def fit(self, X: Any, y: Any, **_: Any) -> Any:
+        return super().fit(X, y, **PUBLIC)
+
+
+class BoundClassifier(MirrorLogisticRegression):
+    def __init__(self, ledger: Any = None) -> None:
+        super().__init__(n_private=200, steps=2, ledger=ledger, classes=[0, 1])
+
+    def fit(self, X: Any, y: Any, **_: Any) -> Any:
+        return super().fit(X, y, X_public=X[:100], y_public=np.arange(100) % 2)
+
+
+REGRESSORS: dict[str, Any] = {
+    "TransformedTargetRegressor": lambda model: TransformedTargetRegressor(model, transformer=StandardScaler()),
+    "RANSACRegressor": lambda model: RANSACRegressor(model, min_samples=100, max_trials=2),
+    "BaggingRegressor": lambda model: BaggingRegressor(model, n_estimators=2),
+    "StackingRegressor": lambda model: StackingRegressor([("one", model)]),
+    "VotingRegressor": lambda model: VotingRegressor([("one", model)]),
+    "MultiOutputRegressor": MultiOutputRegressor,
+    "AdaBoostRegressor": AdaBoostRegressor,
+    "RFE": RFE,
+    "SelectFromModel": SelectFromModel,
+}
+CLASSIFIERS: dict[str, Any] = {
+    "SelfTrainingClassifier": SelfTrainingClassifier,
+    "CalibratedClassifierCV": lambda model: CalibratedClassifierCV(model, ensemble=False, cv=2),
+    "BaggingClassifier": lambda model: BaggingClassifier(model, n_estimators=2),
+    "StackingClassifier": lambda model: StackingClassifier([("one", model)]),
+    "VotingClassifier": lambda model: VotingClassifier([("one", model)]),
+    "OneVsRestClassifier": OneVsRestClassifier,
+    "OneVsOneClassifier": OneVsOneClassifier,
+    "OutputCodeClassifier": lambda model: OutputCodeClassifier(model, code_size=3, random_state=0),
+    "ClassifierChain": lambda model: ClassifierChain(model),
+    "GridSearchCV": lambda model: GridSearchCV(model, {"ledger": [None]}, cv=2, error_score="raise"),
+    "TunedThresholdClassifierCV": lambda model: TunedThresholdClassifierCV(model, cv=2),
+}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["no-ledger", "ledger"])
+@pytest.mark.parametrize("name", [*REGRESSORS, *CLASSIFIERS])
+def test_a_wrapper_is_refused_by_name_also_with_a_ledger(name: str, shared: bool, tmp_path: Path) -> None:
+    """Bagging copies rows, a calibrator or a stack reads labels without noise, and so on: no ledger counts that."""
+    ledger = tmp_path / "ledger.jsonl" if shared else None
+    classes = name in CLASSIFIERS
+    model = CLASSIFIERS[name](BoundClassifier(ledger)) if classes else REGRESSORS[name](Bound(ledger))
+    labels = (Y[100:] > 0).astype(int)
+    labels[0] = -1 if name == "SelfTrainingClassifier" else labels[0]  # a row without a label
+    target = np.stack([labels, 1 - labels], 1) if name == "ClassifierChain" else labels if classes else Y[100:]
+    target = np.stack([target, target], 1) if name == "MultiOutputRegressor" else target
+    with pytest.raises(ConfigError, match=rf"not by sklearn\S*\.{name}\. .*Choose settings on public rows"):
+        model.fit(X[100:], target)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrapper_around_a_pipeline_is_refused_and_so_is_one_inside() -> None:
+    inside = make_pipeline("passthrough", TransformedTargetRegressor(Bound(), transformer=StandardScaler()))
+    around = BaggingRegressor(make_pipeline("passthrough", Bound()), n_estimators=2)
+    for model, name in ((inside, "TransformedTargetRegressor"), (around, "BaggingRegressor")):
+        with pytest.raises(ConfigError, match=name):
+            model.fit(X[100:], Y[100:])
+
+
+def test_a_pipeline_of_a_class_of_its_own_is_refused() -> None:
+    pipeline = OwnFit([("scale", StandardScaler()), ("model", regression())])
+    with pytest.raises(ConfigError, match=r"not by \S*test_callers.OwnFit"):
+        pipeline.fit(X[100:], Y[100:], **given(pipeline))
+
+
+def test_an_estimator_of_somebody_elses_is_refused() -> None:
+    class Wrapper(BaseEstimator):  # type: ignore[misc]
+        def fit(self, X: Any, y: Any) -> Any:
+            self.mean_ = X.mean(0)
+            self.model_ = regression().fit(X - self.mean_, y, **PUBLIC)
+            return self
+
+    with pytest.raises(ConfigError, match=r"not by \S*Wrapper"):
+        Wrapper().fit(X[100:], Y[100:])
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_scores_of_folds_are_refused(jobs: int, tmp_path: Path) -> None:
     """Two jobs are processes, whose stacks begin with scikit-learn."""
-
-    def scores(model: MirrorLinearRegression) -> Any:
-        return cross_val_score(model, X[100:], Y[100:], params=PUBLIC, cv=3, n_jobs=jobs, error_score="raise")
-
-    with pytest.raises(ConfigError, match=r"sklearn.model_selection\S* fits MirrorLinearRegression several times"):
-        scores(regression())
-    assert len(scores(regression(ledger=tmp_path / "ledger.jsonl"))) == 3
-    assert len(hs.Ledger.open(tmp_path / "ledger.jsonl").runs) == 3
+    for method in ("pda", "public"):  # of private rows, scores would be without noise either way
+        model = Bound(tmp_path / "ledger.jsonl", method)
+        with pytest.raises(ConfigError, match=r"not by (cross_val_score|_fit_and_score)"):
+            cross_val_score(model, X[100:], Y[100:], cv=3, n_jobs=jobs, error_score="raise")
+    assert not list(tmp_path.iterdir())
 
 
-def test_an_ensemble_counts_as_several() -> None:
+def test_public_rows_may_be_routed_to_a_pipeline() -> None:
     with sklearn.config_context(enable_metadata_routing=True):
-        bagging = BaggingRegressor(regression().set_fit_request(X_public=True, y_public=True), n_estimators=2)
-        with pytest.raises(ConfigError, match="only a common ledger"):
-            bagging.fit(X[100:], Y[100:], **PUBLIC)
-
-
-def test_a_model_without_private_steps_needs_none() -> None:
-    assert len(cross_val_score(regression(method="public"), X[100:], Y[100:], params=PUBLIC, cv=3)) == 3
+        scaler = PublicTransformer(StandardScaler()).set_fit_request(X_public=True)
+        head = regression().set_fit_request(X_public=True, y_public=True)
+        pipeline = Pipeline([("scale", scaler), ("model", head)], transform_input=["X_public"])
+        assert pipeline.fit(X[100:], Y[100:], **PUBLIC).predict(X[:2]).shape == (2,)
 
 
 def test_temporary_folders_go_with_the_estimator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

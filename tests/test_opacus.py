@@ -144,13 +144,11 @@ def recorded(optimizer: Any) -> list[Tensors]:
 # ---- with alpha = 1, Opacus; below, the trainer
 
 
-@pytest.mark.parametrize("given", ["wrapper", "inner optimizer"])
 @pytest.mark.parametrize("inner", [sgd, adam])
 @pytest.mark.parametrize(("mode", "wrap"), MODES)
-def test_with_alpha_one_weights_stay_bit_identical(mode: str, wrap: bool, inner: Any, given: str) -> None:
+def test_with_alpha_one_weights_stay_bit_identical(mode: str, wrap: bool, inner: Any) -> None:
     plain, mirrored = (private(network(nn.Dropout(0.2)), inner, mode=mode, wrap=wrap) for _ in range(2))
-    optimizer = mirrored.optimizer if given == "wrapper" else mirrored.optimizer.original_optimizer
-    handle = attach_mirror(optimizer, hs.FirstOrder(1.0), mirrored.psi())
+    handle = attach_mirror(mirrored.optimizer, hs.FirstOrder(1.0), mirrored.psi())
     for loop in (plain, mirrored):
         torch.manual_seed(3)
         loop.train(loop.epochs(5))
@@ -289,19 +287,15 @@ def test_an_empty_batch_without_noise_leaves_the_public_gradient() -> None:
     torch.testing.assert_close(loop.weights, before - 0.5 * 0.25 * grad)
 
 
-def test_before_make_private_and_in_any_order_of_parameters() -> None:
-    """The line may stand above `make_private`, and the optimizer may have groups of its own."""
+def test_the_optimizer_may_have_groups_of_its_own_in_any_order() -> None:
+    def grouped(net: nn.Module) -> Optimizer:
+        return torch.optim.SGD([{"params": [p]} for p in reversed(trainable(net))], lr=0.5)
 
-    def mirrored(net: nn.Module) -> Optimizer:
-        inner = torch.optim.SGD([{"params": [p]} for p in reversed(trainable(net))], lr=0.5)
-        attach_mirror(inner, hs.FirstOrder(0.5), hs.PublicLoss(net, loss_fn, rows(30, 1), batch_size=10))
-        return inner
-
-    early, late = private(inner=mirrored, noise_multiplier=0.0), private(noise_multiplier=0.0)
-    late.attach(hs.FirstOrder(0.5))
-    for loop in (early, late):
+    loops = private(inner=grouped, noise_multiplier=0.0), private(noise_multiplier=0.0)
+    for loop in loops:
+        loop.attach(hs.FirstOrder(0.5))
         loop.train(loop.loader)
-    torch.testing.assert_close(early.weights, late.weights, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loops[0].weights, loops[1].weights, rtol=0, atol=1e-6)
 
 
 # ---- no traces
@@ -470,6 +464,12 @@ def test_a_schedule_gets_the_lengths_it_needs(mirror: MirrorMap, options: Any, m
 
 def test_what_cannot_work_is_refused() -> None:
     loop, half = private(), hs.FirstOrder(0.5)
+    data: Any = rows(30)
+    for bare in (sgd(loop.net), loop.optimizer.original_optimizer):  # steps of these are private to nobody
+        with pytest.raises(ConfigError, match=r"that make_private returns, not SGD.*Call make_private first"):
+            attach_mirror(bare, half, loop.psi())
+    with pytest.raises(ConfigError, match=r"public='tuple' to be PublicLoss\(model, loss_fn"):
+        attach_mirror(loop.optimizer, half, data)
     with pytest.raises(ConfigError, match="public=None"):
         attach_mirror(loop.optimizer, half, None)
     with pytest.raises(ConfigError, match="exactly the trainable parameters"):
@@ -525,6 +525,7 @@ def test_missing_opacus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         attach_mirror(sgd(network()), hs.Euclidean(), None)
 
 
+@pytest.mark.docs
 def test_the_example_runs() -> None:
     command = [sys.executable, str(ROOT / "examples" / "opacus_mirror.py"), "--quick", "--json"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}

@@ -77,6 +77,7 @@ def test_single_records_stay_unmentioned(tmp_path: Path, broken: int) -> None:
     assert verify(tmp_path)["ok"]
 
 
+@pytest.mark.nightly
 def test_the_count_has_the_noise_of_the_plan(tmp_path: Path) -> None:
     """At rate 1 the count itself is fixed, so its spread is the noise: n = 400, chi-square at alpha 1e-6.
 
@@ -109,9 +110,9 @@ def test_the_step_is_in_the_ledger_before_a_record_is_read(tmp_path: Path, monke
     counted = []
     real = hs.Ledger.intend
 
-    def intend(self: Any, *args: Any) -> Any:
+    def intend(self: Any, *args: Any, **options: Any) -> Any:
         counted.append(rows.reads)
-        return real(self, *args)
+        return real(self, *args, **options)
 
     monkeypatch.setattr(hs.Ledger, "intend", intend)
     trainer(plan(steps=1)).fit(PrivateData(rows, example=EXAMPLE), run_dir=tmp_path, check_usable=True)
@@ -123,8 +124,74 @@ def test_a_check_that_could_not_tell_or_was_not_planned_is_refused(tmp_path: Pat
     private = PrivateData(Rows(0), example=EXAMPLE)
     with pytest.raises(ConfigError, match="spare_steps=1"):
         trainer(plan(spare_steps=0)).fit(private, run_dir=tmp_path / "a", check_usable=True)
-    with pytest.raises(ConfigError, match="large enough"):
-        trainer(plan(noise_multiplier=100.0)).fit(private, run_dir=tmp_path / "b", check_usable=True)
+    for noise, needed in ((100.0, 816), (5.0, 59)):
+        small = plan(noise_multiplier=noise, expected_batch_size=needed - 2)
+        with pytest.raises(ConfigError, match=f"expected_batch_size={needed - 2} above {needed}.*inspect_not_private"):
+            trainer(small).fit(private, run_dir=tmp_path / f"b{needed}", check_usable=True)
+        spread = 16 + math.hypot(16, 8 * noise)  # at sampling rate 0.5
+        assert round(spread) == needed
+        error = 4 * math.sqrt(noise**2 + spread * 0.5) / spread
+        assert error == pytest.approx(0.5)
+    assert not any(
+        hs.Ledger.open(path).runs[run].spent
+        for path in tmp_path.glob("*/ledger.jsonl")
+        for run in hs.Ledger.open(path).runs
+    )
+
+
+CORRELATED = hs.PrivacyPlan.calibrate(
+    epsilon=8, delta=1e-4, population=600, batch_size=300, epochs=2, noise=hs.Correlated(buffers=1), spare_steps=1
+)
+
+
+@pytest.mark.parametrize("broken", [0, 600])
+def test_it_is_on_where_a_step_is_spare_and_the_count_can_tell(tmp_path: Path, broken: int) -> None:
+    private = PrivateData(Rows(broken), example=EXAMPLE)
+    if broken:
+        with pytest.raises(PrivateDataError, match=r"about \d% can be used"):
+            trainer(plan()).fit(private, run_dir=tmp_path)
+    else:
+        result = trainer(plan()).fit(private, run_dir=tmp_path)
+        assert result.history[0]["usable_share"] > 0.5
+    (run,) = hs.Ledger.open(tmp_path / "ledger.jsonl").runs.values()
+    assert run.spent == (1 if broken else 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (plan(spare_steps=0), "Keep one in hand: PrivacyPlan.calibrate(spare_steps=1)"),
+        (plan(noise_multiplier=100.0), "expected_batch_size=300 above 816"),
+        (CORRELATED, ""),
+    ],
+    ids=["spare", "noise", "correlated"],
+)
+def test_else_one_line_says_how_to_get_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: hs.PrivacyPlan, said: str
+) -> None:
+    """And none where there is no way to. With False there is neither a count nor a line."""
+    for number, check in enumerate((None, False)):
+        caplog.clear()
+        private = PrivateData(Rows(600), example=EXAMPLE)
+        result = trainer(given).fit(private, run_dir=tmp_path / str(number), check_usable=check)
+        assert result.stopped == "finished"
+        assert not any("usable_share" in line for line in result.history)
+        lines = [record.message for record in caplog.records if "no private record can be used" in record.message]
+        assert len(lines) == bool(said and check is None)
+        assert all(said in line for line in lines)
+
+
+def test_of_tensors_whose_form_was_compared_it_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="halfsilver"):
+        trainer(plan(spare_steps=0)).fit((Rows(0).x, torch.zeros(600, dtype=torch.int64)), run_dir=tmp_path)
+    (line,) = [record for record in caplog.records if "no private record can be used" in record.message]
+    assert line.levelname == "INFO"
+
+
+def test_without_a_check_nothing_is_counted_though_a_step_is_spare(tmp_path: Path) -> None:
+    trainer(plan()).fit(PrivateData(Rows(600), example=EXAMPLE), run_dir=tmp_path, check_usable=False)
+    (run,) = hs.Ledger.open(tmp_path / "ledger.jsonl").runs.values()
+    assert run.spent == 5
 
 
 def test_a_run_that_diverges_stops_and_says_so(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def attach_mirror(
     a ledger that is written before the data are touched, a budget that refuses, and a statement.
 
     Args:
-        optimizer: What `make_private` returned, or the torch optimizer inside it. Its loss reduction must be "mean".
+        optimizer: The optimizer that `make_private` returned. Its loss reduction must be "mean".
         mirror: The mirror map.
         public: The public loss, made with the model that the optimizer trains, before or after `make_private`. None for
             maps that need no public data.
@@ -61,8 +61,10 @@ def attach_mirror(
         >>> model = torch.nn.Linear(2, 1)
         >>> loss_fn = lambda model, batch: (model(batch[0]).squeeze(1) - batch[1]).square()
         >>> public = hs.PublicLoss(model, loss_fn, (torch.randn(20, 2), torch.randn(20)))
-        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)  # or what make_private returned
-        >>> handle = attach_mirror(sgd, hs.FirstOrder(alpha=hs.mirror.constant(0.9)), public)
+        >>> from opacus.optimizers import DPOptimizer
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> noisy = DPOptimizer(sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=20)  # by make_private
+        >>> handle = attach_mirror(noisy, hs.FirstOrder(alpha=hs.mirror.constant(0.9)), public)
         >>> handle.remove()
 
     References:
@@ -70,6 +72,8 @@ def attach_mirror(
         - Yousefpour et al. 2021, Opacus: User-Friendly Differential Privacy Library in PyTorch, arXiv:2109.12298.
     """
     inner = _inner(optimizer)
+    loss = public is None or isinstance(public, PublicLoss)
+    require(loss, "public", type(public).__name__, "to be PublicLoss(model, loss_fn, public_rows), or None")
     require(total_steps is None or total_steps >= 1, "total_steps", total_steps, "at least 1 or None")
     require(steps_per_epoch is None or steps_per_epoch > 0, "steps_per_epoch", steps_per_epoch, "above 0 or None")
     length = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
@@ -181,13 +185,17 @@ def _inner(optimizer: Optimizer) -> Optimizer:
         from opacus.optimizers import DPOptimizer
     except ImportError as error:
         raise MissingExtra("opacus", "opacus") from error
-    if isinstance(optimizer, DPOptimizer):
-        hint = "The map combines its gradients with means over public records. Set it in make_private."
-        require(optimizer.loss_reduction == "mean", "loss_reduction", optimizer.loss_reduction, "to be 'mean'", hint)
-        return _inner(optimizer.original_optimizer)
-    if any(isinstance(_owner(hook), MirrorHandle) for hook in optimizer._optimizer_step_pre_hooks.values()):
+    if not isinstance(optimizer, DPOptimizer):
+        raise ConfigError(
+            f"Expected the optimizer that make_private returns, not {type(optimizer).__name__}, whose steps would be "
+            "without clipping and noise. Call make_private first."
+        )
+    hint = "The map combines its gradients with means over public records. Set it in make_private."
+    require(optimizer.loss_reduction == "mean", "loss_reduction", optimizer.loss_reduction, "to be 'mean'", hint)
+    inner: Optimizer = optimizer.original_optimizer
+    if any(isinstance(_owner(hook), MirrorHandle) for hook in inner._optimizer_step_pre_hooks.values()):
         raise ConfigError("This optimizer has a mirror. Call remove() on its handle first, or combine maps with chain.")
-    return optimizer
+    return inner
 
 
 def _bare(public: PublicLoss) -> PublicLoss:

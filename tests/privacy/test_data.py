@@ -100,10 +100,63 @@ def test_synthetic_batches_have_the_schema() -> None:
     batch = schema.synthetic(5)
     assert Schema.of_columns(batch).shapes == schema.shapes
     assert set(batch["ids"].flatten().tolist()) <= {0, 1}
-    assert batch["label"].tolist() == [1] * 5
+    assert set(batch["label"].tolist()) == {0, 1}
     assert batch["x"].std() > 0.1
     probability = Schema.of_record(torch.tensor([0.0, 1.0, 0.3])).synthetic(50)
     assert 0 <= float(probability.min()) <= float(probability.max()) <= 1
+
+
+def columns_alike(schema: Schema, rows: int = 80) -> int:
+    """In how many columns some made-up rows are the same."""
+    return sum(len(torch.unique(t.reshape(rows, -1), dim=0)) < rows for t in schema.synthetic(rows))
+
+
+def random_example(g: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Tokens, bytes, marks at padding, bits and numbers; or zeros of the same kinds."""
+    width = int(torch.randint(24, 60, (), generator=g))
+    tokens = torch.randint(1, int(torch.randint(2, 5000, (), generator=g)) + 1, (width,), generator=g)
+    marked = torch.where(torch.rand(width, generator=g) < 0.3, -100, tokens)
+    pixels = torch.randint(1, 256, (3, 4, 5), generator=g).to(torch.uint8)
+    bits, numbers = torch.ones(width, dtype=torch.bool), torch.randn(width, generator=g)
+    example = (tokens, marked, pixels, bits, numbers)
+    return tuple(map(torch.zeros_like, example)) if torch.rand((), generator=g) < 0.2 else example
+
+
+def test_made_up_rows_all_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 examples without a false alarm; rows that are all alike are found in 10 of 10."""
+    g = torch.Generator().manual_seed(0)
+    schemas = [Schema.of_record(random_example(g)) for _ in range(100)]
+    assert sum(columns_alike(schema) > 0 for schema in schemas) == 0
+
+    def alike(leaf: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:
+        return leaf.expand(rows, *leaf.shape).clone()
+
+    monkeypatch.setattr("halfsilver.privacy.schema._vary", alike)
+    assert all(columns_alike(schema) > 0 for schema in schemas[:10])
+
+
+def test_made_up_whole_numbers_are_as_valid_as_the_example() -> None:
+    """No number is larger than in the example, lengths stay above 0, marks and both ends stay, zeros stay zeros."""
+    example = (torch.tensor([101, 7, 0, 5000, 3, -100, 102]), torch.tensor(9), torch.tensor([[1, 1, 1, 0, 0]] * 2))
+    tokens, length, mask = Schema.of_record(example).synthetic(300)
+    for made, given in zip((tokens, length, mask), example, strict=True):
+        assert bool((made <= given).all())
+        assert bool((made >= given.where(given < 0, given // 2)).all())
+    assert bool((tokens[:, [0, 2, 5, 6]] == example[0][[0, 2, 5, 6]]).all())
+    assert len(torch.unique(tokens, dim=0)) == 300
+    assert len(torch.unique(mask, dim=0)) == 16, "as many as there are: each half can be hidden, but for the ends"
+    assert sorted(set(Schema.of_record(torch.tensor(1)).synthetic(9).tolist())) == [0, 1]
+    large = Schema.of_record(torch.tensor([2**62, 2**62])).synthetic(64)
+    assert bool((large <= 2**62).all() & (large >= 2**61).all())
+
+
+def test_the_first_made_up_rows_are_the_same_however_many_are_made() -> None:
+    g = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        schema = Schema.of_record(random_example(g))
+        many = schema.synthetic(100)
+        for rows in (1, 7, 16, 64, 99):
+            assert all(torch.equal(a, b[:rows]) for a, b in zip(schema.synthetic(rows), many, strict=True))
 
 
 def test_lists_and_mappings_are_read_as_tuples_and_dicts() -> None:

@@ -275,3 +275,45 @@ def test_a_large_table_is_recognised_without_reading_its_rows() -> None:
     assert shares_rows(table, table.select(range(5_000_000, 5_000_010)))
     assert not shares_rows(table.select(range(5_000_000)), table.select(range(5_000_000, 10_000_000)))
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not tell what is mapped where")
+class TestFiles:
+    """One file that is opened twice: the same rows at other addresses."""
+
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> Path:
+        for name in ("one", "other"):
+            np.save(tmp_path / f"{name}.npy", np.arange(600.0).reshape(200, 3))
+        torch.save(torch.arange(6000.0).reshape(2000, 3), tmp_path / "t.pt")
+        return tmp_path
+
+    def test_arrays(self, files: Path) -> None:
+        def opened(name: str = "one", mode: Any = "r") -> Any:
+            return np.load(files / f"{name}.npy", mmap_mode=mode)
+
+        first = opened()
+        assert shares_rows(first, opened())
+        assert shares_rows(first, opened()[50:60])
+        assert shares_rows(np.asarray(first)[50:60], opened("one", "c")[59:])
+        assert shares_rows(torch.from_numpy(opened("one", "r+")), first[7:8])
+        assert shares_rows([first[3]], opened())
+        assert shares_rows((np.zeros((200, 2)), first), opened()[::-1][:1])
+        assert not shares_rows(first[:50], opened()[50:])
+        assert not shares_rows(first[::2], opened()[1::2])
+        assert not shares_rows(first, opened("other"))
+        assert not shares_rows(first, np.array(opened()))
+
+    def test_tensors(self, files: Path) -> None:
+        first, second = (torch.load(files / "t.pt", mmap=True, weights_only=True) for _ in range(2))
+        assert first.data_ptr() != second.data_ptr()
+        assert shares_rows(first, second[100:])
+        assert not shares_rows(first[:100], second[100:])
+
+    def test_tables(self, files: Path) -> None:
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_dict({"x": [[i, i] for i in range(100)]}).save_to_disk(str(files / "table"))
+        first, second = (datasets.load_from_disk(str(files / "table")) for _ in range(2))
+        assert shares_rows(first, second)
+        assert shares_rows(first.select(range(10)), second.select(range(9, 20)))
+        assert not shares_rows(first.select(range(10)), second.select(range(10, 20)))

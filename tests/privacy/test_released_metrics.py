@@ -285,7 +285,7 @@ def test_a_release_beyond_the_budget_is_refused_before_a_record_is_read(tmp_path
     cheap = hs.Release(noise_multiplier=20, bounds={"accuracy": 1.0})
     trainer().evaluate(private, release=cheap, ledger=ledger)
     rows.reads = 0
-    with pytest.raises(BudgetExceeded, match="not touched"):
+    with pytest.raises(BudgetExceeded, match="does not fit beside what is spent"):
         trainer().evaluate(private, release=hs.Release(noise_multiplier=1.0, bounds={"accuracy": 1.0}), ledger=ledger)
     assert rows.reads == 0
     assert sum(run.spent for run in ledger.runs.values()) == 1

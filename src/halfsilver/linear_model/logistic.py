@@ -31,6 +31,7 @@ from halfsilver.linear_model.head_search import (
     solution,
     temperature,
 )
+from halfsilver.privacy.columns import require_same_kinds
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.gradients.softmax import SoftmaxModel
@@ -76,8 +77,9 @@ class MirrorLogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[
     Classes come from `classes` or from public labels. A private row with another label contributes nothing. Public rows
     are not protected.
 
-    Every fit is a private run, also those of a `GridSearchCV`. Give a path as `ledger`, which its clones share; then
-    `epsilon_` is the total of all fits.
+    Every fit is a private run, and takes private rows as they are. A `Pipeline` may call it. Other estimators and
+    searches of scikit-learn are refused, because no epsilon covers what they do with private rows. Several fits with
+    one path as `ledger` are counted together; `epsilon_` is then the total so far.
 
     Args:
         epsilon: The privacy parameter of one fit, above 0. Default 1. Smaller is stronger.
@@ -203,12 +205,14 @@ class MirrorLogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[
         """
         require_one_process(type(self).__name__)
         self._check_options()
-        check_callers(type(self).__name__, self.ledger, spends=registered(self.method).trains)
+        check_callers(self)
         counted = private_length(self, X, y)
         for name, data in (("X_public", X_public), ("y_public", y_public), ("base_public", base_public)):
             if any(data is not None and shares_rows(own, data) for own in (X, y, base, sample_weight)):
                 raise ConfigError(f"Private rows were given as {name}, which must be public. Use other rows.")
         x_public, labelled = self._public(X_public, y_public)
+        require_same_kinds("X", X, X_public)
+        require_same_kinds("y", y, self.classes_ if y_public is None else y_public, labels=True)
         method = registered(self.method)
         starts = labelled is not None and base is None and method.start == "public"
         if not (starts or method.trains):
@@ -310,9 +314,8 @@ class MirrorLogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[
         )
         if hasattr(self, "plan_"):
             lines.append(f"privacy     epsilon {self.epsilon_:.4g} at delta {self.delta:g}, for one row")
-            lines.append(
-                f"private     about {self.plan_.population:.6g} rows, all of them in each of {choice.steps} steps"
-            )
+            rows = f"about {self.plan_.population:.6g} rows, all drawn in each of {choice.steps} steps"
+            lines.append(f"private     {rows}")
             lines.append(f"steps       learning rate {choice.learning_rate:.4g}, clip norm {choice.max_grad_norm:.4g}")
         else:
             lines.append("privacy     no private row was read")
@@ -432,7 +435,7 @@ class MirrorLogisticRegression(ClassifierMixin, BaseEstimator):  # type: ignore[
             unsafe_seed=self.unsafe_seed,
             checkpoint_seconds=float("inf"),
         )
-        trainer.fit(private, run_dir=self.run_dir_ / "run", ledger=run.ledger, delta=self.delta)
+        trainer.fit(private, run_dir=self.run_dir_ / "run", ledger=run.ledger, delta=self.delta, check_usable=False)
         self.plan_, self.epsilon_ = plan, run.ledger.spent(self.delta)
         return linear.weight.detach().numpy().copy()
 

@@ -17,6 +17,7 @@ from halfsilver.linear_model.callers import check_callers
 from halfsilver.linear_model.full_batch import FullBatch, open_ledger, require_one_process
 from halfsilver.mirror import Bregman, ConstraintSet, Euclidean, MirrorMap, Quadratic
 from halfsilver.mirror.geometry import Factor
+from halfsilver.privacy.columns import require_same_kinds
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.gradients.linear import LinearModel
@@ -50,8 +51,9 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
     Guarantee: `coef_` and `intercept_` are (epsilon, delta)-DP under adding or removing one private row. Nothing is
     centred, scaled or chosen by looking at private rows. Public rows are not protected.
 
-    Every fit is a private run, also those of a `GridSearchCV`. Give a path as `ledger`, which its clones share; then
-    `epsilon_` is the total of all fits.
+    Every fit is a private run, and takes private rows as they are. A `Pipeline` may call it. Other estimators and
+    searches of scikit-learn are refused, because no epsilon covers what they do with private rows. Several fits with
+    one path as `ledger` are counted together; `epsilon_` is then the total so far.
 
     Args:
         epsilon: The privacy parameter of one fit, above 0. Default 1. Smaller is stronger.
@@ -168,10 +170,9 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
         if self._whitens and (sparse.issparse(X) or self.constraint is not None):
             raise ConfigError("Expected dense rows and no constraint for method='whitened'. Use method='pda'.")
         require_one_process(type(self).__name__)
-        check_callers(type(self).__name__, self.ledger, spends=registered(self.method).trains)
-        private = private_rows(
-            self, X, y, intercept=self.fit_intercept, sample_weight=sample_weight, max_weight=self.max_weight
-        )
+        check_callers(self)
+        options: dict[str, Any] = {"sample_weight": sample_weight, "max_weight": self.max_weight}
+        private = private_rows(self, X, y, like=X_public, intercept=self.fit_intercept, **options)
         if X_public is None or y_public is None:
             raise ConfigError("Expected X_public and y_public: without public rows use DP-SGD (hs.Trainer).")
         if (sample_weight is None) != (sample_weight_public is None):
@@ -182,6 +183,8 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
                 raise ConfigError(f"Private rows were given as {name}, which must be public. Use other rows.")
         accept = {"accept_sparse": "csr", "y_numeric": True, "multi_output": True, "dtype": [np.float64, np.float32]}
         x_public, y_public = validate_data(self, X_public, y_public, reset=False, **accept)
+        for name, own, data in (("X", X, given["X_public"]), ("y", y, given["y_public"])):
+            require_same_kinds(name, own, data)
         y_public = targets(y_public)
         shape = (len(y_public), *private.outputs)
         require(y_public.shape == shape, "shape of y_public", y_public.shape, f"{shape}, with as many outputs as y")
@@ -275,7 +278,8 @@ class MirrorLinearRegression(RegressorMixin, BaseEstimator):  # type: ignore[mis
             checkpoint_seconds=float("inf"),
         )
         rows = (public.dense.to(private.dtype), public.y.to(private.dtype)) if self.constraint else None
-        trainer.fit(private.handle, rows, run_dir=self.run_dir_ / "run", ledger=ledger, delta=self.delta)
+        run = self.run_dir_ / "run"
+        trainer.fit(private.handle, rows, run_dir=run, ledger=ledger, delta=self.delta, check_usable=False)
         self.plan_, self.epsilon_ = plan, ledger.spent(self.delta)
         theta = linear.weight.detach().T.double()
         return (theta if root is None else root @ theta).view(public.solution.shape)

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from scipy import sparse
-from sklearn.utils import check_array, check_consistent_length, column_or_1d
+from sklearn.utils import check_array, column_or_1d
 from sklearn.utils.validation import validate_data
 
+from halfsilver.privacy.columns import FLOATS, as_array, declared, numbers, require_real
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients.linear import SparseRecords, with_row_norms
 from halfsilver.privacy.gradients.softmax import softmax_records
@@ -27,11 +28,12 @@ class PrivateRows(NamedTuple):
 
 
 def private_rows(
-    estimator: Any, x: Any, y: Any, *, intercept: bool, sample_weight: Any = None, max_weight: float = 1.0
+    estimator: Any, x: Any, y: Any, *, like: Any, intercept: bool, sample_weight: Any = None, max_weight: float = 1.0
 ) -> PrivateRows:
     """Rows (x, y, |x|) for `LinearModel`.
 
-    A row of weight w becomes sqrt(w) (x, y), whose squared error has that weight.
+    A row of weight w becomes sqrt(w) (x, y), whose squared error has that weight. The dtype is that of `like`, the
+    public features: an odd record may give private ones another, which the weights would then show.
 
     NaN and infinite entries pass, in x and in y, and what is no number becomes NaN: such a row contributes nothing, and
     an error would tell of it. Errors are about kind and shape of the whole, and quote no value.
@@ -40,7 +42,10 @@ def private_rows(
         raise ValueError(f"{type(estimator).__name__} requires y to be passed, but the target y is None.")
     x = _features(estimator, x)
     y = targets(numbers(y, "y")).astype(np.float64)
-    check_consistent_length(x, y)
+    _require_same_length(x, y, "y")
+    if not sparse.issparse(x):
+        with np.errstate(all="ignore"):  # too large for float32: the row contributes nothing
+            x = x.astype(np.float32 if {dtype for _, dtype in declared(like)} == {np.dtype(np.float32)} else np.float64)
     x = with_ones(x) if intercept else x
     if sample_weight is not None:
         x, y = scaled_rows(x, y, _weights(sample_weight, x, max_weight))
@@ -55,7 +60,20 @@ def private_rows(
 def targets(y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Of shape (rows,), or (rows, outputs) with more than one output."""
     several = y.ndim == 2 and y.shape[1] > 1
-    return y if several else column_or_1d(y, warn=True)
+    return y if several else _column(y, "y", warn=True)
+
+
+def _column(values: np.ndarray[Any, Any], name: str, warn: bool = False) -> np.ndarray[Any, Any]:
+    """As one dimension. The error of scikit-learn would tell how many rows there are."""
+    if values.ndim != 1 and values.shape[1:] != (1,):
+        raise ValueError(f"Expected {name} to be a 1d array, or one column; got {values.ndim} dimensions.")
+    column: np.ndarray[Any, Any] = column_or_1d(values, warn=warn)
+    return column
+
+
+def _require_same_length(x: Any, values: np.ndarray[Any, Any], name: str) -> None:
+    if x.shape[0] != len(values):
+        raise ValueError(f"Expected as many entries in private {name} as there are private rows, got another number.")
 
 
 def private_labelled_rows(
@@ -77,7 +95,7 @@ def private_labelled_rows(
     """
     x = _features(estimator, x)
     labels = class_numbers(y, classes)
-    check_consistent_length(x, labels)
+    _require_same_length(x, labels, "y")
     weights = np.ones(len(labels))
     if sample_weight is not None:
         weights = _weights(sample_weight, x, max_weight)
@@ -92,8 +110,8 @@ def private_labelled_rows(
 
 
 def _weights(sample_weight: Any, x: Any, bound: float) -> np.ndarray[Any, Any]:
-    weights = column_or_1d(numbers(sample_weight, "sample_weight")).astype(np.float64)
-    check_consistent_length(x, weights)
+    weights = _column(numbers(sample_weight, "sample_weight"), "sample_weight").astype(np.float64)
+    _require_same_length(x, weights, "sample_weight")
     cut: np.ndarray[Any, Any] = np.minimum(weights, bound)
     return cut
 
@@ -114,13 +132,13 @@ def private_length(estimator: Any, x: Any, y: Any) -> PrivateData:
     if y is None:
         raise ValueError(f"{type(estimator).__name__} requires y to be passed, but the target y is None.")
     x = _features(estimator, x)
-    check_consistent_length(x, column_or_1d(_as_array(y), warn=True))
+    _require_same_length(x, _column(as_array(y), "y", warn=True), "y")
     return PrivateData(torch.zeros(x.shape[0], 0))
 
 
 def class_numbers(y: Any, classes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The place of each label among the classes; -1 for a label that is none of them, and nobody hears of it."""
-    values = column_or_1d(_as_array(y))
+    values = _column(as_array(y), "y")
     if values.dtype.kind in "biuf" and classes.dtype.kind in "biuf":
         order = np.argsort(classes)
         place = order[np.searchsorted(classes, values, sorter=order).clip(max=len(classes) - 1)]
@@ -133,50 +151,21 @@ def class_numbers(y: Any, classes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]
     return found
 
 
-def _as_array(values: Any) -> np.ndarray[Any, Any]:
-    """As an array in which no row decides how another is read."""
-    return np.asarray(values, dtype=None if hasattr(values, "__array__") else object)
+# Errors of scikit-learn about these would tell of a row, or how many there are.
+_ANYTHING: dict[str, Any] = {"ensure_all_finite": False, "ensure_min_samples": 0, "ensure_min_features": 0}
 
 
 def _features(estimator: Any, x: Any) -> Any:
     """As scikit-learn checks them, but for its conversions and messages, which quote what they cannot read."""
     if sparse.issparse(x):
-        _require_real(x.dtype, "X")
-        return validate_data(estimator, x, accept_sparse="csr", dtype=_FLOATS, ensure_all_finite=False)
+        require_real(x.dtype, "X")
+        return validate_data(estimator, x, accept_sparse="csr", dtype=FLOATS, **_ANYTHING)
     array = numbers(x, "X")
     if array.ndim != 2:
         raise ValueError(f"Expected a 2D array for X, got {array.ndim} dimensions. Reshape it to (rows, features).")
-    check_array(array, ensure_all_finite=False)
+    check_array(array, **_ANYTHING)
     validate_data(estimator, x, skip_check_array=True)  # names and number of features
     return array
-
-
-def numbers(values: Any, name: str) -> np.ndarray[Any, Any]:
-    """An array of floats, where NaN stands for whatever is no number."""
-    array = _as_array(values)  # the dtype of a list would be set by its oddest row
-    if array.dtype in _FLOATS:
-        return array
-    _require_real(array.dtype, name)
-    array = array.astype(object) if array.dtype.kind in "US" else array
-    with silent():
-        return array.astype(np.float64)
-    floats = np.full(array.shape, np.nan)
-    for place, value in enumerate(array.flat):  # one by one the same numbers: NumPy, too, asks each for its float
-        with silent():
-            floats.flat[place] = float(value)
-    return floats
-
-
-def _require_real(dtype: np.dtype[Any], name: str) -> None:
-    if dtype.kind == "c":
-        raise ValueError(
-            f"Complex data not supported: private {name} has dtype {dtype}. Give the real and imaginary parts."
-        )
-    if dtype.kind not in "buifOUS":
-        raise TypeError(f"Expected numbers in private {name}, got dtype {dtype}.")
-
-
-_FLOATS = [np.dtype(np.float64), np.dtype(np.float32)]
 
 
 def with_ones(x: Any) -> Any:

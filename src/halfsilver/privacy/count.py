@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 
 import torch
+from torch import Tensor
 
 from halfsilver._core.tensors import Batch, batch_rows
 from halfsilver.privacy.data import PrivateData
@@ -21,10 +22,10 @@ class _Ones:
     name = "count"
 
     def clipped_sum(
-        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+        self, batch: Batch, max_grad_norm: float, counted: Tensor | None = None, adding: Adding | None = None
     ) -> ClippedSum:
-        counted = batch_rows(batch) if rows is None else rows
-        return ClippedSum([torch.full((1, 1), counted * max_grad_norm, dtype=torch.float64)], max_grad_norm)
+        rows = batch_rows(batch) if counted is None else int(counted.sum())
+        return ClippedSum([torch.full((1, 1), rows * max_grad_norm, dtype=torch.float64)], max_grad_norm)
 
 
 def noisy_count(

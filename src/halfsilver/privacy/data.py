@@ -6,8 +6,9 @@ The handle has no length, no index and no iterator, and its repr shows nothing. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import repeat
 from typing import Any, ClassVar, NoReturn, final
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from halfsilver._core.given import as_data
 from halfsilver._core.tensors import Batch, batch_rows, take_rows
 from halfsilver.errors import PrivateDataError, require
+from halfsilver.privacy.columns import numbers
 from halfsilver.privacy.mapped import MappedRecords, Transform
 from halfsilver.privacy.read_ahead import ReadAhead
 from halfsilver.privacy.recognise import shares_rows
@@ -128,13 +130,14 @@ class PrivateData:
         if isinstance(self.__records, ReadAhead):
             self.__records.close()
 
-    def mapped(self, transform: Transform, *, column: int | str = 0, rows: int = 250) -> PrivateData:
+    def mapped(self, transform: Transform, *, column: int | str = 0, rows: int = 256) -> PrivateData:
         """Return a handle on features of the records, computed inside the boundary.
 
         Guarantee: `transform` gets batches of one fixed shape, filled up with made-up rows, and what it returns stays
         behind the handle. If it fails on a record, that record contributes zero silently, and the features of the
         others do not change. Before a record is read, `transform` is tried on made-up rows. It is refused if their
-        features change with the rows beside them. Nothing else about `transform` can be checked: it must not keep,
+        features change with the rows beside them, and where they change by a bit with their place in the batch, it gets
+        fewer rows at once. Nothing else about `transform` can be checked: it must not keep,
         print or send what it is given, and may depend on public rows only. The maps of `halfsilver.features` do so.
 
         Args:
@@ -142,7 +145,8 @@ class PrivateData:
                 ``transform`` of a fitted feature map.
             column: Which entry of a record is replaced by its features: a number for tuples, a name for dicts. Default
                 0, the input of pairs of input and label. Records that are single tensors are replaced as a whole.
-            rows: How many records `transform` gets at once, at least 1. Default 250. Lower it if memory is short.
+            rows: How many records `transform` gets at once, at least 1. From 64 on, it is rounded down to a multiple of
+                64. Default 256. Lower it if memory is short.
 
         Returns:
             A handle on the same records, users included, with features. They are computed when training first reads a
@@ -169,7 +173,10 @@ class PrivateData:
 
     def _schema(self, public_example: Any = None) -> Schema:
         """Shapes and dtypes from public sources only: no private record may set them for all others."""
-        of_tensors = self.__records.schema()
+        of_tensors, loose = self.__records.schema(), getattr(self.__records, "loose", ())
+        like = public_example if self.__example is None else self.__example
+        if of_tensors is not None and like is not None and (loose or self.__example is None):
+            of_tensors = of_tensors.beside(like, loose)
         if self.__example is not None:
             schema = Schema.of_record(self.__example)
             if of_tensors is not None and of_tensors.shapes != schema.shapes:
@@ -183,6 +190,14 @@ class PrivateData:
             "The shapes of a private record are not known without reading one. Give a made-up record: "
             "PrivateData(dataset, example=(torch.zeros(1, 28, 28), torch.tensor(0)))."
         )
+
+    def _classes(self) -> dict[str, int]:
+        """How many classes a data set of Hugging Face declares, by column: as its names, that belongs to the table."""
+        dataset: Any = getattr(self.__records, "dataset", None)
+        if type(dataset).__module__ != "datasets.arrow_dataset" or dataset.format["type"] == "custom":
+            return {}
+        kinds = {name: getattr(feature, "feature", feature) for name, feature in dataset.features.items()}
+        return {name: kind.num_classes for name, kind in kinds.items() if type(kind).__name__ == "ClassLabel"}
 
     def inspect_not_private(self, example: Any, limit: int = 1000) -> dict[str, Any]:
         """Count the unusable records and say why each is unusable, for the custodian of the data.
@@ -217,7 +232,7 @@ class PrivateData:
 def _fitting(schema: Schema, records: Records) -> Schema:
     """Return the schema, or raise if a Hugging Face table has other columns, because then no row could be used.
 
-    The names of columns belong to the table, as shapes belong to tensors. No row is read.
+    Names, kinds and dimensions of columns belong to the table, as shapes belong to tensors. No row is read.
     """
     form = getattr(getattr(records, "dataset", None), "format", None)
     form = form if isinstance(form, dict) and {"type", "columns", "output_all_columns"} <= form.keys() else None
@@ -228,25 +243,48 @@ def _fitting(schema: Schema, records: Records) -> Schema:
                 f"The private data set has the columns {names}, but its example, or the public one, has {wanted}. Give "
                 "both the same by select_columns."
             )
+        kinds = getattr(getattr(records, "dataset", None), "features", None) or {}
+        for name, like in zip(names, schema.leaves, strict=True) if len(names) == len(schema.leaves) else ():
+            if _dimensions(kinds.get(name)) not in (None, like.dim()):
+                raise PrivateDataError(
+                    f"Expected the private column {name!r} to hold numbers of {like.dim()} dimensions, as its example, "
+                    f"or the public one, does. It is declared as {kinds[name]}."
+                )
     return schema
+
+
+def _dimensions(feature: Any, outside: int = 0) -> int | None:
+    """How many dimensions a column of Hugging Face's has; -1 for text and dates, None for what is not known."""
+    if type(feature).__name__ in ("List", "LargeList", "Sequence"):
+        return _dimensions(feature.feature, outside + 1)
+    kind = feature.dtype if type(feature).__name__ in ("Value", "ClassLabel") else ""
+    return outside if kind in _NUMBERS else -1 if kind.startswith(_OTHERS) else None
 
 
 @dataclass(frozen=True)
 class _TensorRecords:
+    """Columns in memory; which of them were frames, if any."""
+
     batch: Batch
+    loose: tuple[bool, ...] = ()
     fixed_shape: ClassVar[bool] = True
 
     def size(self) -> int:
         return batch_rows(self.batch)
 
-    def schema(self) -> Schema | None:
-        return Schema.of_columns(self.batch)
+    def schema(self) -> Schema:
+        schema, usual = Schema.of_columns(self.batch), torch.get_default_dtype()
+        pairs = zip(schema.leaves, self.loose or repeat(False), strict=False)
+        return Schema(tuple(t.to(usual) if f and t.is_floating_point() else t for t, f in pairs), schema.structure)
 
     def fetch(self, indices: Indices, schema: Schema) -> Batch:
-        return take_rows(self.batch, indices)
+        rows = take_rows(self.batch, indices)
+        return schema.cast(rows) if self.loose else rows
 
     def problem(self, index: int, schema: Schema) -> str:
-        return "" if Schema.of_columns(self.batch).shapes == schema.shapes else "shape"
+        if self.loose:
+            return "" if batch_rows(self.fetch(torch.tensor([index]), schema)) else "no whole number"
+        return "" if self.schema().shapes == schema.shapes else "shape"
 
 
 @dataclass(frozen=True)
@@ -326,6 +364,8 @@ def _conforming(row: Any, schema: Schema) -> list[Tensor] | None:
 
 _NUMBERS = ("bool", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
+_OTHERS = ("string", "large_string", "binary", "large_binary", "date", "time", "duration")
+
 
 def _is_number(feature: Any) -> bool:
     """Whether a column of Hugging Face's holds numbers, or lists of them."""
@@ -360,7 +400,7 @@ def _numbered(keys: Keys) -> np.ndarray[Any, Any]:
     column = np.asarray(keys) if isinstance(keys, Tensor) else keys
     if isinstance(column, np.ndarray):
         if column.ndim != 1:
-            raise PrivateDataError(f"Expected the keys of users as one column, got the shape {column.shape}.")
+            raise PrivateDataError(f"Expected the keys of users as one column, got {column.ndim} dimensions.")
         if column.dtype.kind in "biufcmMSU" and not isinstance(column, np.ma.MaskedArray):
             text = column.dtype.kind in "SU"
             _require_keys(bool(np.char.str_len(column).all() if text else (column == column).all()))
@@ -401,8 +441,18 @@ def _require_keys(found: bool) -> None:
 
 
 def _as_records(records: Any, workers: int) -> Records:
-    found = _records_here(as_data(records))
+    found = _records_here(as_data(records, _loose))
+    if isinstance(found, _TensorRecords):
+        given = pytree.tree_leaves(plain(records))
+        loose = tuple(hasattr(part, "iloc") or getattr(part, "dtype", "") == "O" for part in given)
+        found = replace(found, loose=loose if any(loose) else ())
     return ReadAhead(found, workers) if workers and isinstance(found, _DatasetRecords) else found
+
+
+def _loose(array: np.ndarray[Any, Any]) -> Tensor:
+    """Whole numbers, or float64: one record with a missing value or a text would change the dtype of all."""
+    whole = array.dtype.newbyteorder("=") if array.dtype.kind in "biu" else None
+    return torch.from_numpy(array.astype(whole) if whole else numbers(array, "columns").astype(np.float64))
 
 
 def _records_here(records: Any) -> Records:

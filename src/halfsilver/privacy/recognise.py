@@ -1,15 +1,19 @@
 """Whether data that are called public are private rows under another name. Reads addresses, and never a value.
 
 Seen are tensors, arrays and frames that share memory, the same data set object, subsets of one data set with an index
-in common, lists with a record in common, and tables with a column in common. Two parts of one tensor, or of one data
-set, that have no row in common are different rows. A copy is not seen: for whoever may read both sides, ``halfsilver
+in common, lists with a record in common, and tables with a column in common; on Linux, also what maps the same part of
+a file, however often it was opened. Two parts of one tensor, or of one data set, that have no row in common are
+different rows. A copy is not seen: for whoever may read both sides, ``halfsilver
 overlap`` finds copies. The work grows with the rows of both sides together, and no row is left out to limit it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +27,11 @@ from halfsilver.privacy.collated import Collated
 _MOST_WORK = 1_000_000
 
 _MOST_PAIRS = 10_000  # of arrays that are compared element by element; more of them by the places of their rows
+
+# Numbers that stand for places in files, as addresses do for those in memory: beyond all addresses, 16 TB for each.
+_BEYOND, _LONGEST = 1 << 60, 1 << 44
+_FILES: dict[tuple[str, str], int] = {}
+_MAPS: list[tuple[int, int, int]] = []  # of this process: first byte, the one behind the last, what to add to either
 
 Array = np.ndarray[Any, Any]
 
@@ -72,6 +81,7 @@ _Part = _Some | _Placed | _Ranges | list[Array]
 
 def shares_rows(a: Any, b: Any) -> bool:
     """Whether two data sets, in any form that halfsilver takes, have rows in common that can be recognised."""
+    _MAPS[:] = _file_maps()
     ours, theirs = list(_parts(a)), list(_parts(b))
     return _same_objects(ours, theirs) or _same_places(ours, theirs) or _same_memory(ours, theirs)
 
@@ -166,7 +176,7 @@ def _of_table(data: Any) -> Iterator[_Part]:
             address = next((buffer.address for buffer in reversed(chunk.buffers()) if buffer is not None), None)
             found = np.array([[0, len(chunk)]]) if chosen is None else _runs(chosen, first, first + len(chunk)) - first
             if address is not None and len(chunk):  # a column of nothing but nulls has no buffer
-                runs.setdefault(address, []).append(found + chunk.offset)
+                runs.setdefault(_place(address), []).append(found + chunk.offset)
             first += len(chunk)
     yield _Placed({address: _merged(np.concatenate(parts)) for address, parts in runs.items()})
 
@@ -238,17 +248,39 @@ def _arrays(data: Any) -> list[Any] | None:
 
 
 def _array(data: Any) -> Array | None:
-    """An array over the same addresses, on whichever device they are: it is never read."""
-    if not isinstance(data, Tensor):
-        return data if isinstance(data, np.ndarray) else None
-    if data.layout != torch.strided or (data.numel() and not data.data_ptr()):  # without memory of its own
+    """An array over the same places, in memory of whichever device, or in a file: it is never read."""
+    if isinstance(data, np.ndarray):
+        memory = {**data.__array_interface__, "data": (_place(data.__array_interface__["data"][0]), True)}
+        if memory["data"][0] == data.__array_interface__["data"][0]:
+            return data
+    elif isinstance(data, Tensor) and data.layout == torch.strided and (data.data_ptr() or not data.numel()):
+        data, size = data.detach(), data.element_size()
+        memory = {
+            "data": (_place(data.data_ptr()), True),
+            "shape": tuple(data.shape),
+            "strides": tuple(stride * size for stride in data.stride()),
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
+    else:  # without memory of its own
         return None
-    data, size = data.detach(), data.element_size()
-    memory = {
-        "data": (data.data_ptr(), True),
-        "shape": tuple(data.shape),
-        "strides": tuple(stride * size for stride in data.stride()),
-        "typestr": f"|V{size}",
-        "version": 3,
-    }
     return np.asarray(type("Memory", (), {"__array_interface__": memory})())
+
+
+def _file_maps() -> list[tuple[int, int, int]]:
+    """Which addresses are places in files, by device, inode and offset; empty where the system does not tell."""
+    found = []
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+            span, _, offset, *file, path = [*line.split(maxsplit=5), ""][:6]
+            if path.startswith("/") and not path.startswith("/dev/"):  # devices map whatever they like
+                first, behind = (int(place, 16) for place in span.split("-"))
+                start = _BEYOND + _FILES.setdefault((file[0], file[1]), len(_FILES)) * _LONGEST
+                found.append((first, behind, start + int(offset, 16) - first))
+    return found
+
+
+def _place(address: int) -> int:
+    """The address or, in a mapped file, a number that is the same for all of its maps."""
+    at = bisect_right(_MAPS, address, key=lambda known: known[0]) - 1
+    return address + _MAPS[at][2] if at >= 0 and address < _MAPS[at][1] else address

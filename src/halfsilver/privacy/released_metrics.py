@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from halfsilver._core.distributed import World
-from halfsilver._core.tensors import Batch, LossFn, batch_leaves, batch_rows, map_batch, one_loss_each
+from halfsilver._core.random import require_device
+from halfsilver._core.tensors import Batch, LossFn, Tensors, batch_leaves, batch_rows, map_batch, one_loss_each
 from halfsilver.errors import ConfigError, require
 from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.entropy import OsEntropy, UnsafeSeed
@@ -48,8 +49,9 @@ class Release:
     Guarantee: one step of the Gaussian mechanism with noise multiplier sigma on all records, whatever the number of
     metrics and classes. It is entered in the ledger before a record is read, and refused if the budget does not allow
     it. A record that cannot be read, on which a metric fails or is NaN, or that has no valid class contributes zero
-    silently. As in training, a metric of a record must depend on that record alone, and batches have one shape, so that
-    rounding does not depend on the records beside it. ``Performance(micro_batch_size=1)`` evaluates each record alone.
+    silently. As in training, a metric of a record must depend on that record alone. Batches have one shape, at which
+    what the model returns for made-up rows is the same to the bit at all places: a metric that jumps, as an accuracy
+    does, has no margin for rounding. ``Performance(micro_batch_size=1)`` evaluates each record alone.
 
     Args:
         noise_multiplier: Standard deviation sigma of the noise, above 0. A single mean is good to about
@@ -219,21 +221,22 @@ def release_metrics(
         require(name in metrics, "metric", name, f"in {sorted(metrics)}", "Name it in Trainer(metrics=...).")
     chosen = {name: _in_double(metrics[name]) for name in release.bounds}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    require_device(device)
     made_up = map_batch(lambda t: t.to(device), private._schema(public_example).synthetic(PROBE_ROWS))
     for metric in (*chosen.values(), *([_as_metric(release.by)] if release.by else [])):
         probe(model, metric, made_up)
-    sums = _Sums(model, (release.classes or 1, release._figures), device)
+    sums, figures = _Sums(model, (release.classes or 1, release._figures), device), _Figures(model, chosen, release)
     name = f"{'unsafe-' if unsafe_seed is not None else ''}metrics-{secrets.token_hex(8)}"
     run_id = (world or World()).from_lead(lambda: name)
     source = PrivateGradient(
         sums,
-        lambda model, batch: torch.zeros(batch_rows(batch)),
+        lambda _, batch: figures.clipped_sum(batch, 1.0).tensors[0],  # it shows the ranges of labels
         private,
         plan,
         ledger=ledger,
         run_id=run_id,
         public_example=public_example,
-        performance=Performance(backend=_Figures(model, chosen, release), micro_batch_size=rows or _ROWS),
+        performance=Performance(backend=figures, micro_batch_size=rows or _ROWS),
         entropy=OsEntropy() if unsafe_seed is None else UnsafeSeed(unsafe_seed),
         world=world,
     )
@@ -269,16 +272,28 @@ class _Figures:
 
     @torch.no_grad()
     def clipped_sum(
-        self, batch: Batch, max_grad_norm: float, rows: int | None = None, adding: Adding | None = None
+        self, batch: Batch, max_grad_norm: float, counted: Tensor | None = None, adding: Adding | None = None
     ) -> ClippedSum:
         assert max_grad_norm == 1, "the plan of a release has this clip norm"
-        counted = slice(0, batch_rows(batch) if rows is None else rows)
         given = contributions(self._model, self._metrics, self._release, batch)
-        groups = self._groups(batch)[counted]
+        groups = self._groups(batch)
         known = (groups >= 0) & (groups < (self._release.classes or 1))
+        known = known if counted is None else known & counted.to(known.device)
         total = given.new_zeros(self._release.classes or 1, given.shape[1])
-        total.index_add_(0, groups[known], given[counted][known])
+        total.index_add_(0, groups[known], given[known])
         return ClippedSum([total], max_grad_norm)
+
+    @torch.no_grad()
+    def per_example(self, batch: Batch) -> Tensors:
+        """What the model returns: in an accuracy of made-up rows, hardly ever does a last bit show."""
+        found: Tensors = []
+        hook = self._model.register_forward_hook(lambda module, args, out: found.extend(batch_leaves(out)))
+        try:
+            for metric in self._metrics.values():
+                metric(self._model, map_batch(torch.clone, batch))
+        finally:
+            hook.remove()
+        return [t.clone() for t in found if t.dim() and len(t) == batch_rows(batch)]
 
     def _groups(self, batch: Batch) -> Tensor:
         if self._release.by is None:

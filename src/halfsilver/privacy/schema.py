@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -33,6 +35,35 @@ class Schema:
         """From the metadata of tensors with one row per record: no row is read, and no row could change it."""
         leaves, structure = _flatten(columns)
         return cls(tuple(torch.zeros(t.shape[1:], dtype=t.dtype) for t in leaves), structure)
+
+    def beside(self, record: Any, loose: Sequence[bool]) -> Schema:
+        """This schema of private columns, which must have the kinds and shapes of a public record of its structure.
+
+        Columns that are `loose`, those of frames, are numbers of one kind, and get the dtype of the public ones.
+        """
+        paths, structure = pytree.tree_flatten_with_path(plain(record))
+        if structure != self.structure:
+            return self
+        leaves, public = [], Schema.of_record(record).leaves
+        for (path, _), own, other, free in zip(paths, self.leaves, public, loose or repeat(False), strict=False):
+            if own.shape != other.shape or not (free or _kind(own) == _kind(other)):
+                raise ConfigError(
+                    f"Expected private column{pytree.keystr(path)} to hold {_kind(other)} numbers of shape "
+                    f"{tuple(other.shape)}, as the public rows or the example do, not {_kind(own)} ones of shape "
+                    f"{tuple(own.shape)}. Bring both to one form; if they differ on purpose, give public_loss_fn."
+                )
+            leaves.append(other if free else own)
+        return Schema(tuple(leaves), self.structure)
+
+    def cast(self, columns: Batch) -> Batch:
+        """Columns in the dtypes of the schema. Rows with NaN or a fraction for a whole number are left out."""
+        leaves, structure = pytree.tree_flatten(columns)
+        made = [t.to(like.dtype) for t, like in zip(leaves, self.leaves, strict=True)]
+        pairs = [(t, cast) for t, cast in zip(leaves, made, strict=True) if t.dtype.is_floating_point]
+        exact = [
+            (cast.to(t.dtype) == t).reshape(len(t), -1).all(1) for t, cast in pairs if not cast.is_floating_point()
+        ]
+        return pytree.tree_unflatten([t[torch.stack(exact).all(0)] if exact else t for t in made], structure)
 
     @property
     def shapes(self) -> tuple[tuple[torch.Size, torch.dtype], ...]:
@@ -77,21 +108,53 @@ class Schema:
         return pytree.tree_unflatten(columns, self.structure)
 
     def synthetic(self, rows: int) -> Batch:
-        """Made-up records, the same on every call: variations of the example, or of noise where it is all zeros."""
-        generator = torch.Generator().manual_seed(0)
-        return pytree.tree_unflatten([_vary(leaf, rows, generator) for leaf in self.leaves], self.structure)
+        """Made-up records, the same on every call, the first of them whatever their number: variations of the example.
+
+        Where a column is all zeros, they are noise, or 0 and 1. All records differ, as far as the columns allow.
+        """
+        made = [_vary(leaf, rows, torch.Generator().manual_seed(i)) for i, leaf in enumerate(self.leaves)]
+        return pytree.tree_unflatten(made, self.structure)
+
+
+# Rows are drawn so many at once: what a generator gives for a row may depend on how many are asked for.
+_DRAWN = 16
+# Entries of whole numbers that are counted through like digits, so that no two rows are alike.
+_COUNTED = 16
+
+
+def _kind(t: Tensor) -> str:
+    return "bool" if t.dtype == torch.bool else "floating-point" if t.is_floating_point() else "whole"
 
 
 def _vary(leaf: Tensor, rows: int, generator: torch.Generator) -> Tensor:
     """Shrinking an example by up to a tenth keeps probabilities and counts valid; 0 and 1 are valid as any index."""
-    shape = (rows, *leaf.shape)
-    if leaf.dtype.is_floating_point:
-        if not leaf.any():
-            return torch.randn(shape, generator=generator).to(leaf.dtype)
-        return (leaf * (1 - 0.1 * torch.rand((rows, *[1] * leaf.dim()), generator=generator))).to(leaf.dtype)
-    if not leaf.any():
-        return torch.randint(0, 2, shape, generator=generator).to(leaf.dtype)
-    return leaf.expand(shape).clone()
+    whole, zeros = not leaf.dtype.is_floating_point, not leaf.any()
+    draw = torch.randn if zeros and not whole else torch.rand
+    shape = (_DRAWN, *(leaf.shape if zeros or whole else [1] * leaf.dim()))
+    times = range(max(1, math.ceil(rows / _DRAWN)))
+    drawn = torch.cat([draw(shape, generator=generator, dtype=torch.float64) for _ in times])[:rows]
+    if whole:
+        return _vary_whole(leaf, drawn)
+    return (drawn if zeros else leaf * (1 - 0.1 * drawn)).to(leaf.dtype)
+
+
+def _vary_whole(leaf: Tensor, drawn: Tensor) -> Tensor:
+    """Whole numbers are lowered by up to a half, and 1 to 0: labels, tokens, masks and lengths stay valid so.
+
+    Negative ones stay, because they are marks, and so do the first and last of three or more along the last dimension:
+    a mask then never hides all.
+    """
+    high = leaf.long() if leaf.any() else torch.ones(leaf.shape, dtype=torch.long)
+    low = torch.where(high < 0, high, high // 2)
+    if leaf.any() and leaf.dim() and leaf.shape[-1] >= 3:
+        low[..., 0], low[..., -1] = high[..., 0], high[..., -1]
+    made, number = low + (drawn * (high - low + 1)).long(), torch.arange(len(drawn))
+    for k in (high > low).flatten().nonzero().flatten().tolist()[:_COUNTED]:
+        least, choices = low.flatten()[k], (high - low).flatten()[k] + 1
+        entry = made.view(len(made), -1)[:, k]
+        entry.copy_(least + (entry[0] - least + number) % choices)
+        number = number // choices
+    return made.to(leaf.dtype)
 
 
 def oddity(t: Tensor) -> str:
