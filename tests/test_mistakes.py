@@ -137,6 +137,14 @@ MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         lambda p: fit(p, DataLoader(TensorDataset(X, Y), collate_fn=lambda found: found)),
         ("collate_fn of its own", "pad to one length"),
     ),
+    "metric of a number": (
+        lambda p: trainer(metrics={"acc": lambda m, b: 1.0}).evaluate(rows(20)),
+        ("Expected loss_fn(model, batch), and so each of metrics, to return", "got float"),
+    ),
+    "names of metrics": (
+        lambda p: trainer(metrics=["accuracy"]),
+        ("metrics=['accuracy'] to be functions like loss_fn by name",),
+    ),
     "array of texts": (lambda p: fit(p, (X, np.array(["a"] * len(X)))), ("array of numbers", "<U1")),
     "wrong shape": (lambda p: fit(p, (X[:, :5], Y)), ("(4, 5) torch.float32", "example=")),
     "labels as fractions": (lambda p: fit(p, (X, Y.float())), ("(4,) torch.float32", "made-up examples")),

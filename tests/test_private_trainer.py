@@ -41,6 +41,7 @@ def trainer(folder: Path, model: Any = None, args: dict[str, Any] | None = None,
     return PrivateTrainer(model or gpt2(), arguments(folder, **(args or {})), **given)
 
 
+@pytest.mark.nightly
 def test_arguments_become_a_plan_an_optimizer_and_a_schedule(tmp_path: Path) -> None:
     args = {"max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
     made = trainer(tmp_path, args=args)
@@ -54,6 +55,7 @@ def test_arguments_become_a_plan_an_optimizer_and_a_schedule(tmp_path: Path) -> 
     assert by_epochs.plan.steps == 20
 
 
+@pytest.mark.nightly
 def test_a_run_ends_with_a_model_that_transformers_loads(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     before = made.evaluate()
@@ -84,6 +86,57 @@ def test_a_step_is_that_of_the_trainer(tmp_path: Path) -> None:
     hs.Trainer(model, causal_loss, optimizer=optimizer, plan=plan, unsafe_seed=5).fit(private, run_dir=tmp_path / "b")
     for name, value in model.state_dict().items():
         assert torch.allclose(value, made.model.state_dict()[name], atol=1e-6), name
+
+
+def masked(table: Any, *, rows: int = 0, tokens: int = 0) -> Any:
+    """The labels of the first `rows` are masked, and of the others the first `tokens`."""
+    labels = torch.tensor(table["labels"][:])
+    labels[:, :tokens], labels[:rows] = -100, -100
+    return table.remove_columns("labels").add_column("labels", labels.tolist())
+
+
+@pytest.mark.parametrize("collated", [False, True], ids=["table", "collator"])
+def test_rows_without_a_label_are_left_out_of_means_and_tokens_weigh_alike(tmp_path: Path, collated: bool) -> None:
+    """Against transformers: the loss of the model itself is the mean over all tokens that count."""
+    table = masked(sentences(20, 1), rows=8, tokens=1)
+    uneven = datasets.concatenate_datasets([table, masked(sentences(5, 2), tokens=4)])
+    collate: dict[str, Any] = {
+        "data_collator": lambda rows: {k: torch.tensor([row[k] for row in rows]) for k in rows[0]}
+    }
+    made = trainer(tmp_path, eval_dataset=uneven, **(collate if collated else {}))
+    found = made.evaluate()
+    batch = {name: torch.tensor(uneven[name][:]) for name in ("input_ids", "labels")}
+    with torch.no_grad():
+        made.model.eval()
+        per_token = float(made.model(**batch).loss.exp())
+        per_row = causal_loss(made.model, batch)[8:]
+    assert found["eval_perplexity_per_token"] == pytest.approx(per_token, rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(float(per_row.mean()), rel=1e-5)
+    assert found["eval_perplexity"] == pytest.approx(float(per_row.mean().exp()), rel=1e-5)
+    assert made.evaluate(uneven) == found
+    assert made.train().history[-1]["loss"] == pytest.approx(made.evaluate()["eval_loss"], rel=1e-5)
+
+
+def test_how_public_labels_are_masked_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path, eval_dataset=masked(sentences(20, 1), rows=5, tokens=2)).train()
+    (line,) = [record.message for record in caplog.records if "have no label" in record.message]
+    assert "In eval_dataset, 25% of rows have no label, and 40% of labels are masked." in line  # 15 x 4 of 100
+
+
+@pytest.mark.parametrize("name", ["eval_dataset", "public_dataset"])
+def test_public_rows_of_which_none_has_a_label_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"labels in {name}: no public row has a label other than -100"):
+        trainer(tmp_path, **{name: masked(sentences(20, 1), rows=20)})
+    first = sentences(20, 1).map(lambda row: {"labels": [row["labels"][0], *[-100] * (LENGTH - 1)]})
+    with pytest.raises(ConfigError, match="no public row has a label other than -100"):
+        trainer(tmp_path, **{name: first})  # the first token is predicted by nothing
+    with pytest.raises(ConfigError, match="no public row has a label other than -100"):
+        trainer(tmp_path).evaluate(masked(sentences(20, 1), rows=20))
+
+
+def test_labels_of_another_loss_are_nobodys_business(tmp_path: Path) -> None:
+    given = trainer(tmp_path, eval_dataset=masked(sentences(20, 1), rows=20), loss_fn=lambda m, b: causal_loss(m, b))
+    assert given.evaluate() == {"eval_loss": 0.0}
 
 
 def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def _id(value: Path | Block) -> str:
     return name if isinstance(value, Path) else f"{name}:{value.line}"
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=_id)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Top to bottom in one namespace, the way a reader pastes them, in an empty folder."""
@@ -50,6 +51,7 @@ def _commands(block: Block) -> list[tuple[list[str], str]]:
     return [(shlex.split(command), output.strip()) for command, _, output in pairs]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("block", [b for p in PAGES for b in blocks(p, "console")], ids=_id)
 def test_commands_print_what_is_shown(block: Block, tmp_path: Path) -> None:
     env = os.environ | {"NO_COLOR": "1", "COLUMNS": "100", "PYTHONPATH": str(ROOT / "src")}
@@ -62,7 +64,7 @@ def test_commands_print_what_is_shown(block: Block, tmp_path: Path) -> None:
 
 
 def test_links_within_the_repository_lead_somewhere() -> None:
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+    for page in [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"))]:
         for target in LINK.findall(page.read_text(encoding="utf-8")):
             name = "".join(target)
             if "://" not in name:

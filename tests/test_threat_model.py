@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from functools import cache
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ import halfsilver as hs
 from halfsilver._core import checkpoint
 from halfsilver.errors import LedgerCorrupt
 from halfsilver.privacy.ledger import Ledger
-from halfsilver.privacy.releases import Releases
+from halfsilver.privacy.mechanism import PrivateGradient
 from halfsilver.runs import session
 from halfsilver.runs.verify import verify
 from tests.markdown import ROOT
@@ -67,13 +66,20 @@ def test_every_field_of_the_statement_is_on_the_page(runs: tuple[Path, Path]) ->
 # ---- the statement and the limits
 
 
-def train(folder: Path, **options: Any) -> None:
+def train(folder: Path, *, steps: int = 4, checkpoint_seconds: float | None = None, **options: Any) -> None:
     model = torch.nn.Linear(3, 1)
-    plan = hs.PrivacyPlan(steps=4, sampling_rate=0.2, expected_batch_size=10, noise_multiplier=2.0)
+    plan = hs.PrivacyPlan(steps=steps, sampling_rate=0.2, expected_batch_size=10, noise_multiplier=2.0)
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
     speed = hs.Performance(backend="vmap")
-    trainer = hs.Trainer(model, lambda m, b: m(b).square().squeeze(1), optimizer=adam, plan=plan, performance=speed)
-    trainer.fit(torch.randn(50, 3), run_dir=folder, delta=1e-5, **options)
+    made = hs.Trainer(
+        model,
+        lambda m, b: m(b).square().squeeze(1),
+        optimizer=adam,
+        plan=plan,
+        performance=speed,
+        checkpoint_seconds=checkpoint_seconds,
+    )
+    made.fit(torch.randn(50, 3), run_dir=folder, delta=1e-5, **options)
 
 
 @pytest.fixture(scope="module")
@@ -142,20 +148,33 @@ def test_runs_in_folders_of_their_own_do_not_know_each_other(tmp_path: Path) -> 
         assert said["all_runs_on_this_data"]["runs"] == 1
 
 
-@pytest.mark.parametrize(("step_seconds", "saved_at"), [(1.0, [0, 4]), (20.0, [0, 2, 4, 4])])
-def test_the_step_of_an_intermediate_checkpoint_depends_on_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_seconds: float, saved_at: list[int]
+@pytest.mark.parametrize("private_seconds", [0.0, 1000.0])
+@pytest.mark.parametrize(
+    ("options", "saved_at"), [({}, [0, 1, 1, 4, 7, 8]), ({"checkpoint_seconds": 5.0}, [0, 1, 1, 6, 8])]
+)
+def test_checkpoints_do_not_depend_on_the_time_of_private_steps(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    saved_at: list[int],
+    private_seconds: float,
 ) -> None:
-    """The same run by a clock on which steps are quick or slow: checkpoints in between are 30 seconds apart."""
-    ticks, steps, write = count(), list[int](), checkpoint.write
+    """By a clock on which made-up rows take a second and a checkpoint takes 5 % of that, whatever private rows take."""
+    now, steps, write, release = [0.0], list[int](), checkpoint.write, PrivateGradient.release
 
     def noted(path: Path, tensors: Any, about: Any) -> None:
-        nonlocal steps
-        steps += [about["step"]] if "step" in about else []  # else the weights of the finished run
+        if "step" in about:  # else the weights of the finished run
+            steps.append(about["step"])
+        now[0] += 0.05
         write(path, tensors, about)
 
+    def slow(self: PrivateGradient) -> Any:
+        now[0] += private_seconds
+        return release(self)
+
     monkeypatch.setattr(checkpoint, "write", noted)
-    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: step_seconds * next(ticks)))
-    monkeypatch.setattr(Releases, "between_blocks", True)
-    train(tmp_path / "run")
+    monkeypatch.setattr(PrivateGradient, "release", slow)
+    monkeypatch.setattr(PrivateGradient, "_seconds_of_a_step", lambda self: 1.0)
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    train(tmp_path / "run", steps=8, **options)
     assert steps == saved_at

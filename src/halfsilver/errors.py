@@ -25,8 +25,8 @@ class ConfigError(HalfsilverError, ValueError):
 class BudgetExceeded(HalfsilverError):
     """The next private step would exceed the budget of the data set or the steps of the plan.
 
-    It is raised before private data are touched, and nothing is spent. `Trainer.fit` raises it only if not even the
-    first step is allowed. A later refusal ends the run, and its result says so.
+    It is raised before private data are touched, and nothing is spent. `Trainer.fit` raises it for a new run whose plan
+    does not fit. A refusal after the first step ends the run, and its result says so.
 
     Example:
         >>> import tempfile
@@ -63,7 +63,7 @@ class CheckpointCorrupt(HalfsilverError):
 
 
 class RunFolderBusy(HalfsilverError):
-    """Another process is writing to this run folder or ledger."""
+    """Another process is writing to this run folder or ledger, or has taken the run over."""
 
 
 class StorageError(HalfsilverError, OSError):
@@ -94,7 +94,7 @@ class SelectionLost(HalfsilverError):
 
 
 class SelectionFailed(HalfsilverError):
-    """A run of a selection failed. The message names the file with the cause, and does not tell which run it was."""
+    """A selection was stopped. The message names the file with the cause, and does not tell which run it was."""
 
 
 class PrivateDataError(HalfsilverError):

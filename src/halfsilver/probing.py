@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 
 from halfsilver._core.given import as_data
-from halfsilver._core.random import own_randomness
+from halfsilver._core.random import own_randomness, require_device
 from halfsilver._core.tensors import Batch, LossFn, eval_mode
 from halfsilver.errors import ConfigError, require
 from halfsilver.features.base import View, as_is
@@ -189,6 +189,7 @@ def head(
             raise ConfigError(f"The private data were given as {name}, which must be public. Use other rows.")
     public, held_out = as_data(public), as_data(held_out)
     name, last = _last_layer(model, layer)
+    require_device(last.weight.device)
     map = _features(model, name, views)
     x, *rest = public
     _check_output(model, last, map, x, views)
@@ -297,11 +298,11 @@ def _features(model: nn.Module, layer: str, views: Sequence[View]) -> FrozenMap:
 @torch.no_grad()
 def _check_output(model: nn.Module, last: nn.Linear, map: FrozenMap, x: Batch, views: Sequence[View]) -> None:
     """The network must return what the layer gives: the loss is computed from that."""
-    few = x[: min(len(x), 8)]
+    few = x[: min(len(x), 8)].to(last.weight.device)
     try:
         features = map.transform(few)
     except RuntimeError as error:
-        raise ConfigError("Expected the layer to be the last one: the network fails without it.") from error
+        raise ConfigError(f"Expected the layer to be the last one: the network fails without it ({error}).") from error
     if features.shape[1:] != (last.in_features,):
         raise ConfigError(
             f"Expected features of shape (rows, {last.in_features}) before the layer, got {tuple(features.shape)}. "
@@ -336,7 +337,7 @@ class _Coordinates:
 
     @classmethod
     def of(cls, last: nn.Linear, loss_fn: LossFn, public: Batch, geometry: Geometry | None) -> _Coordinates:
-        x, labels, *rest = (t[:_ROWS] for t in public)
+        x, labels, *rest = (t[:_ROWS].to(last.weight.device) for t in public)
         if labels.is_floating_point():
             raise ConfigError("Expected integer labels, because the settings are those of a softmax.")
         layer: nn.Module = copy.deepcopy(last)
@@ -373,7 +374,7 @@ class _Coordinates:
             held_out: Features and labels.
             usual: The path at which the noise leaves `_LOGIT_NOISE` on a logit.
         """
-        rows = tuple(t[:_ROWS] for t in held_out)
+        rows = tuple(t[:_ROWS].to(next(self.layer.parameters()).device) for t in held_out)
         n = len(rows[0])
         require(n >= _FEWEST_HELD_OUT, "rows of held_out", n, f"at least {_FEWEST_HELD_OUT}")
         own = _gradients(self.layer, self.loss_fn, rows)

@@ -1,4 +1,4 @@
-"""Every loop of the library under all instruments: small here, at full size by `pytest -m audit`."""
+"""Every loop of the library under all instruments: small here, at full size by `pytest -m nightly tests/auditing`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from halfsilver._core.tensors import batch_rows
 from halfsilver.auditing import judge, lower_bound
 from halfsilver.auditing.bank import Layout
 from halfsilver.auditing.loops import LOOPS, plan_of, run_loop, trainer_loop
@@ -25,7 +26,7 @@ DELTA = 1e-5
 FALSE_ALARM = 1e-4  # of all loops together
 
 
-@pytest.mark.audit
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LOOPS)
 def test_no_audit_refutes_the_printed_epsilon(name: str, tmp_path: Path) -> None:
     """2000 canaries in and 2000 out, T = 100, q = 0.1, sigma = 1, delta = 1e-5.
@@ -45,9 +46,9 @@ def test_no_audit_refutes_the_printed_epsilon(name: str, tmp_path: Path) -> None
     "name",
     [
         "trainer/book",
-        "trainer/hooks",
+        pytest.param("trainer/hooks", marks=pytest.mark.nightly),
         "map/DualAveraging",
-        "geometry",
+        pytest.param("geometry", marks=pytest.mark.nightly),
         "attach_mirror",
         "two processes",
         "correlated noise",
@@ -93,8 +94,9 @@ def test_a_replay_sees_a_record_that_reaches_too_far(tmp_path: Path, monkeypatch
     def beyond(self: Vmap, batch: Any, max_grad_norm: float, *args: Any) -> Any:
         return base.ClippedSum(honest(self, batch, 2 * max_grad_norm, *args).tensors, max_grad_norm)
 
-    def by_count(self: Vmap, batch: Any, max_grad_norm: float, rows: int | None = None, *args: Any) -> Any:
-        total = honest(self, batch, max_grad_norm, rows, *args)
+    def by_count(self: Vmap, batch: Any, max_grad_norm: float, counted: Any = None, *args: Any) -> Any:
+        total = honest(self, batch, max_grad_norm, counted, *args)
+        rows = batch_rows(batch) if counted is None else int(counted.sum())
         return base.ClippedSum([t * 20 / (rows or 1) for t in total.tensors], max_grad_norm)
 
     def farthest(name: str, patch: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset, Subset
 
 import halfsilver as hs
 from halfsilver.errors import ConfigError
@@ -47,6 +48,7 @@ def advice() -> hs.study.Advice:
     return hs.advise(model(), loss_fn, rows(100, 1), rows(120, 2), **ASKED)
 
 
+@pytest.mark.paper
 def test_the_batch_has_nearly_the_least_noise_and_enough_steps(advice: hs.study.Advice) -> None:
     """Against plans that are calibrated one by one, smaller and larger ones."""
     plan = advice.plan
@@ -93,6 +95,7 @@ def squared_error(model: Any, batch: Any) -> Tensor:
     return difference**2
 
 
+@pytest.mark.paper
 def test_the_clip_norm_is_a_quantile(advice: hs.study.Advice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The median where a temperature can correct what clipping does, the third quartile elsewhere."""
     monkeypatch.setattr(module, "_MOST_RATES", 1)
@@ -119,6 +122,7 @@ def test_a_network_gets_more_steps_than_a_linear_model() -> None:
     assert module._fewest_steps(network) == 50
 
 
+@pytest.mark.paper
 def test_more_steps_than_the_least_noise_leaves() -> None:
     """At a large epsilon more records per step have less and less noise, and the fewest steps decide."""
     asked: dict[str, Any] = {"population": 20_000, "epsilon": 20.0, "delta": 1e-5, "epochs": 10}
@@ -139,6 +143,7 @@ def test_a_large_model_is_rehearsed_on_fewer_rows(monkeypatch: pytest.MonkeyPatc
     assert len(module._some(data, model(), loss_fn)[1]) == 40
 
 
+@pytest.mark.paper
 def test_the_rate_is_no_larger_than_those_of_good_rehearsals(advice: hs.study.Advice) -> None:
     own = [t for t in advice.tried if t.kind == (advice.optimizer, advice.geometry is None)]
     best = min(own, key=lambda t: t.loss)
@@ -206,6 +211,7 @@ def noise_harm(*, noise: float, pace: float) -> float:
     )  # fmt: skip
 
 
+@pytest.mark.paper
 def test_the_noise_of_a_whole_run_at_a_higher_pace() -> None:
     """From 0, each weight has variance lr s^2 (1 - exp(-4 lr t)) / 4 after t steps of size lr, where s is the noise on
     the mean gradient, here 1, and 2 the curvature. The loss is the sum over 200 weights, whose mean is known to 10 %.
@@ -249,6 +255,7 @@ def test_an_advice_comes_back_from_its_file(advice: hs.study.Advice) -> None:
             hs.study.Advice.from_json(wrong)
 
 
+@pytest.mark.paper
 def test_it_is_in_words_and_leaves_the_model_alone(advice: hs.study.Advice) -> None:
     text = str(advice)
     for word in ("Batch:", "Clip norm:", "Learning rate:", "Geometry:", "Start:", "clip centre", "twice the epsilon"):
@@ -320,6 +327,7 @@ class Scaled(nn.Module):
         return torch.stack([-score, score], 1)
 
 
+@pytest.mark.paper
 def test_a_model_that_cannot_be_whitened_gets_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_RATES", 1)
     said = list[str]()
@@ -329,6 +337,52 @@ def test_a_model_that_cannot_be_whitened_gets_advice(monkeypatch: pytest.MonkeyP
     assert {t.optimizer for t in found.tried} == {"SGD", "Adam"}
 
 
+class Rows(Dataset[Any]):
+    """Rows that are read one by one."""
+
+    def __init__(self, *parts: tuple[Tensor, Tensor]) -> None:
+        self.x, self.y = (torch.cat(columns) for columns in zip(*parts, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+@pytest.mark.paper
+def test_the_noise_is_rehearsed_on_rows_of_a_data_set_as_on_its_tensors() -> None:
+    """The stand-ins for private rows are the public ones themselves, and no private ones under another name."""
+
+    def harm(data: Any) -> float:
+        net = model()
+        plan = hs.PrivacyPlan(steps=9, sampling_rate=0.5, expected_batch_size=50.0, noise_multiplier=1.0)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        return rehearse_noise(
+            hs.Trainer(net, loss_fn, optimizer=sgd, plan=plan), Examples(data), data, geometry=None, lr_factor=1.0,
+            steps=3, records=20, pace=3, noise=1.0, lr_end=1.0, average=None, finish=None,
+        )  # fmt: skip
+
+    both, wanted = Rows(rows(100, 1), rows(120, 2)), harm(rows(100, 1))
+    for data in (Rows(rows(100, 1)), Subset(both, range(100))):
+        assert harm(data) == wanted
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", ["whole", "subset"])
+def test_a_data_set_gets_the_advice_that_its_tensors_get(advice: hs.study.Advice, part: str) -> None:
+    both = Rows(rows(100, 1), rows(120, 2))
+    given = [Rows(rows(100, 1)), Rows(rows(120, 2))]
+    public, held_out = given if part == "whole" else [Subset(both, range(100)), Subset(both, range(100, 220))]
+    found = hs.advise(model(), loss_fn, public, held_out, **ASKED)
+    assert (found.plan, found.learning_rate) == (advice.plan, advice.learning_rate)
+
+
+def test_a_step_on_rows_of_a_data_set_is_timed() -> None:
+    assert 0 < module._seconds_per_row(model(), loss_fn, Rows(rows(100, 1))) < 1
+
+
+@pytest.mark.paper
 def test_compute_in_minutes_is_measured() -> None:
     asked = {name: value for name, value in ASKED.items() if name != "epochs"}
     found = hs.advise(model(), loss_fn, rows(100, 1), rows(60, 2), **asked, minutes=0.02)
@@ -372,6 +426,7 @@ def test_norms_of_updates_against_one_step_of_sgd() -> None:
     assert alignment == pytest.approx(math.sqrt(max(0.0, float(pairs)) / float(products.diagonal().mean())), rel=1e-4)
 
 
+@pytest.mark.paper
 def test_advice_for_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "_MOST_RATES", 3)
     net, held_out = model(), users(12, 2)

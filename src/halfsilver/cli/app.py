@@ -156,6 +156,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Recompute the epsilon of a run from its ledger, and check that ledger, checkpoint and statement agree."""
+    from halfsilver.runs.verify import BEHIND
     from halfsilver.runs.verify import verify as check
 
     _require_run(run)
@@ -164,7 +165,7 @@ def verify(
     by = "pld" if "pld" in statement["epsilon_planned"] else "rdp"  # of a selection only RDP is known
     rows = {
         "run": report["run_id"],
-        "steps counted": statement["spent_so_far"]["steps"],
+        "steps counted": report["spent_now"]["steps"],
         "finished": report["finished"],
         f"epsilon, planned ({by.upper()})": statement["epsilon_planned"][by],
         "delta": statement["delta"],
@@ -175,7 +176,10 @@ def verify(
         "not private because": "; ".join(statement["not_private_because"]) or "-",
         "remarks": "; ".join([*statement.get("remarks", ()), *report["notices"]]) or "-",
     }
-    _show(report, as_json, "Verified: ledger, checkpoint and statement agree", rows)
+    agree = "Verified: ledger, checkpoint and statement agree"
+    _show(report, as_json, agree if report["ok"] else f"Not verified: {BEHIND}", rows)
+    if not report["ok"]:
+        raise typer.Exit(1)
 
 
 @app.command(cls=_Command)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from halfsilver._core.tensors import LossFn
+from halfsilver._core.tensors import LossFn, batch_rows
 from halfsilver.errors import ConfigError, require
 
 _ONE, _SEVERAL = "single_label_classification", "multi_label_classification"
@@ -73,6 +73,12 @@ def causal_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
         ConfigError: The batch has no labels, or they do not fit the logits.
     """
     return _over_tokens(_logits(model, batch)[:, :-1], _labels(batch)[:, 1:])
+
+
+def counted(loss_fn: LossFn, batch: Mapping[str, Tensor]) -> Tensor:
+    """Which labels of each row count in a loss of this module, of shape (rows, labels)."""
+    labels = _labels(batch).reshape(batch_rows(batch), -1)
+    return (labels[:, 1:] if loss_fn is causal_loss else labels) != _IGNORED
 
 
 def loss_of(model: Any) -> LossFn:

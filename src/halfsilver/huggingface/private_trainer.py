@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import nn
 
 from halfsilver._core.tensors import LossFn
 from halfsilver.errors import ConfigError, require
-from halfsilver.huggingface.losses import base_model, causal_loss, loss_of
+from halfsilver.huggingface.losses import base_model, causal_loss, counted, loss_of, sequence_loss, token_loss
 from halfsilver.mirror import Euclidean, MirrorMap
 from halfsilver.mirror.geometry import Geometry
 from halfsilver.mirror.rows import PublicRows
@@ -23,8 +24,11 @@ from halfsilver.privacy.data import PrivateData
 from halfsilver.privacy.gradients import Performance
 from halfsilver.privacy.ledger import Ledger
 from halfsilver.privacy.plan import PrivacyPlan
+from halfsilver.study.arena import rows_at
+from halfsilver.study.run import per_example
 from halfsilver.trainer import RunResult, StepReport, Trainer
 
+_log = logging.getLogger("halfsilver")
 _HALF = "Private gradients are computed in float32 or, with bf16=True, in bfloat16."
 # Arguments that cannot hold here, with the values that are allowed and the reason.
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -121,15 +125,15 @@ class PrivateTrainer:
         self.model, self.args, self.processing_class = model, args, processing_class
         self._collate, self._ledger = data_collator, ledger
         self._given = train_dataset if isinstance(train_dataset, PrivateData) else PrivateData(train_dataset)
-        self._public = self._public_rows("public_dataset", public_dataset)
-        self._eval = self._public_rows("eval_dataset", eval_dataset)
+        self._loss, self._masks = loss_fn or loss_of(model), ""
+        self._eval = self._labelled("eval_dataset", eval_dataset)
+        self._public = self._labelled("public_dataset", public_dataset)
         self._private = self._rows(train_dataset)
         if not isinstance(train_dataset, PrivateData):
             # The shapes of private records come from a public one.
             alike = self._eval if self._public is None else None
             example = None if alike is None else PublicRows(alike).example()
             self._private = PrivateData(self._private, example=example, workers=args.dataloader_num_workers)
-        self._loss = loss_fn or loss_of(model)
         self.plan = _plan(args, privacy)
         optimizer = _optimizer(model, args)
         self._told = _Told(callbacks, args, self.plan)
@@ -153,6 +157,8 @@ class PrivateTrainer:
         Returns:
             How the run ended, with its epsilon. The trained weights are in the model.
         """
+        if self._masks:
+            _log.warning("%s Nothing would tell if all labels of the private rows were masked.", self._masks)
         self._told.begin(self.model)
         result = self.trainer.fit(
             self._private,
@@ -169,18 +175,24 @@ class PrivateTrainer:
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Loss and metrics on public rows, under names that begin with ``eval_``; of a language model, perplexity too.
 
+        They are means over the rows that have a label. ``eval_perplexity_per_token`` weights each row by its tokens
+        that count, as published figures do.
+
         Args:
             eval_dataset: Public rows (default: those that the trainer was given).
 
         Raises:
             ConfigError: There are no rows, or they are private.
         """
-        rows = self._eval if eval_dataset is None else self._public_rows("eval_dataset", eval_dataset)
+        rows = self._eval if eval_dataset is None else self._labelled("eval_dataset", eval_dataset)
         if rows is None:
             raise ConfigError("Expected eval_dataset, public rows to evaluate on.")
         found = {f"eval_{name}": value for name, value in self.trainer.evaluate(rows).items()}
         if self._loss is causal_loss:
             found["eval_perplexity"] = math.exp(min(found["eval_loss"], 700.0))
+            parts = (causal_loss, lambda _, batch: counted(causal_loss, batch).sum(1))
+            losses, tokens = (per_example(self.model, part, rows) for part in parts)
+            found["eval_perplexity_per_token"] = math.exp(min(float((losses * tokens).sum() / tokens.sum()), 700.0))
         return found
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
@@ -211,6 +223,19 @@ class PrivateTrainer:
         if rows is not None and self._given.shares_rows_with(rows):
             raise ConfigError(f"The private data were given as {name}, which must be public. Use other rows.")
         return self._rows(rows)
+
+    def _labelled(self, name: str, given: Any) -> Any:
+        """Public rows that have a label: others would count as rows without loss. Notes how labels are masked."""
+        rows = self._public_rows(name, given)
+        if rows is None or isinstance(rows, PrivateData) or self._loss not in (sequence_loss, token_loss, causal_loss):
+            return rows
+        mask = torch.cat([counted(self._loss, batch) for batch in PublicRows(rows).batches()])
+        used = mask.any(1)
+        if not used.any():
+            raise ConfigError(f"Expected labels in {name}: no public row has a label other than -100.")
+        shares = [1 - float(part.double().mean()) for part in (used, mask)]
+        self._masks = f"In {name}, {shares[0]:.0%} of rows have no label, and {shares[1]:.0%} of labels are masked."
+        return rows if used.all() else rows_at(rows, used.nonzero().flatten())
 
     def _rows(self, rows: Any) -> Any:
         if isinstance(rows, PrivateData):

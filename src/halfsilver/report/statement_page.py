@@ -16,7 +16,7 @@ from halfsilver.report.page import Html, facts, page, section, tag
 from halfsilver.report.parts import ADJACENCY, UNITS, claim, digits, in_words
 from halfsilver.report.words import plain
 from halfsilver.runs.folder import RunFolder, read_json
-from halfsilver.runs.verify import verify
+from halfsilver.runs.verify import BEHIND, verify
 
 _WIDTH = 100
 _NAMES = {"halfsilver", "dp-accounting", "torch"}
@@ -70,7 +70,8 @@ class PlainStatement:
         kept = [Path(ledger) if ledger and file == files[-1] else file for file in files]
         digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in kept if file.exists()}
         with shown(folder.path):
-            statement = Statement.from_json(found["statement"])
+            # Of the ledger: the file may be older.
+            statement = Statement.from_json({**found["statement"], "spent_so_far": found["spent_now"]})
             return cls(
                 title=f"Privacy statement of run {folder.path.resolve().name}",
                 claim=claim(statement),
@@ -80,7 +81,7 @@ class PlainStatement:
                     _spent(statement, found["all_runs_now"]),
                     _not_covered(statement, found["notices"]),
                     _made(found, config),
-                    _checked(digests),
+                    _checked(digests, found["ok"]),
                 ],
                 checked={**found, "sha256": digests},
             )
@@ -246,15 +247,16 @@ def _made(found: Mapping[str, Any], config: Mapping[str, Any]) -> Part:
     return Part(heading="What ran, and when", facts=rows)
 
 
-def _checked(digests: Mapping[str, str]) -> Part:
+def _checked(digests: Mapping[str, str], agree: bool) -> Part:
     words = (
         "Before this page was written, the figures were computed again from the ledger. The chain of the ledger, the "
         "checkpoint, the metrics and the statement fitted together. To repeat it, run halfsilver verify on the run "
         "folder."
     )
+    late = [] if agree else [f"Steps counted after the statement was written are in these figures: {BEHIND}."]
     weights = "The model's file is not signed. Compare its digest with that of the file you use."
     return Part(
         heading="How it was checked",
-        sentences=[words, weights],
+        sentences=[words, *late, weights],
         facts=[(f"SHA-256 of {name}", digest) for name, digest in digests.items()],
     )

@@ -183,7 +183,7 @@ def rehearse(
     shorter = replace(plan, steps=steps, spare_steps=0, sampling_rate=rate)
     copied = _copy(trainer, shorter, geometry, lr_factor, lr_end, trainer.average)
     with tempfile.TemporaryDirectory(prefix="halfsilver-") as folder:
-        copied.fit(held_out.at(stand_in).private, public, run_dir=folder)
+        copied.fit(held_out.at(stand_in).private, public, run_dir=folder, check_usable=False)
     model, metrics = copied.model, {"loss": copied.loss_fn, **trainer.metrics}
     if finish is not None and _mean(per_example(model, copied.loss_fn, held_out.rows)) < math.inf:
         model = finish.fit(model, copied.loss_fn, held_out.rows).model
@@ -233,7 +233,7 @@ def rehearse_noise(
     )
     copied = _copy(trainer, shorter, geometry, lr_factor * pace, lr_end, average)
     with tempfile.TemporaryDirectory(prefix="halfsilver-") as folder:
-        copied.fit(public.at(stand_in).private, public.rows, run_dir=folder)
+        copied.fit(public.at(stand_in).private, public.rows, run_dir=folder, check_usable=False)
     losses = per_example(copied.model, copied.loss_fn, held_out)
     if finish is None or _mean(losses) == math.inf:
         return _mean(losses)

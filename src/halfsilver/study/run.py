@@ -81,6 +81,7 @@ def run(
             delta=job.delta,
             test=curve_rows if curve_points else None,
             test_every=max(1, arena.plan.steps // max(1, curve_points)),
+            check_usable=False,
         )
     final = _score(job, _finished(job, model, problem, held_out), problem)
     lines = outcome.history if outcome else [{"step": 0, **trainer.evaluate(curve_rows)}]

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from halfsilver._core.local_training import LocalTraining
 from halfsilver._core.tensors import Batch
@@ -39,6 +40,19 @@ class StandIns(Protocol):
         ...
 
 
+class _Apart(Dataset[Any]):
+    """Rows of a data set under another identity: those that stand in for private ones may be the public ones."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index]
+
+
 @dataclass(frozen=True)
 class Examples:
     """Each row is a record."""
@@ -53,7 +67,7 @@ class Examples:
 
     @property
     def private(self) -> Any:
-        return self.rows
+        return _Apart(self.rows) if isinstance(self.rows, Dataset) else self.rows
 
 
 @dataclass(frozen=True)
