@@ -182,7 +182,8 @@ def noise(folder: Path) -> Result:
 def trainer(kind: Kind, **options: Any) -> hs.Trainer:
     model = network(kind, torch.float32, (5, 8, 4))
     steps = options.pop("steps", 50)
-    # Large noise on a small step: the accountant is much faster there, and has to run for every statement.
+    # Large noise on a small step: the accountant is much faster there, and has to run for every statement. There are
+    # fewer records than the plan declares, so no `fit` of these counts them.
     plan = hs.PrivacyPlan(
         steps=steps, spare_steps=500, sampling_rate=0.3, expected_batch_size=600, noise_multiplier=16.0
     )
@@ -206,7 +207,9 @@ def train(folder: Path) -> Result:
             if dist.get_rank():  # whatever the others start from, rank 0's weights count
                 with torch.no_grad():
                     [p.mul_(2) for p in made.model.parameters() if kind != "fsdp"]
-            result = made.fit(private, public, run_dir=folder / f"{kind}-{average}", test=public, test_every=25)
+            result = made.fit(
+                private, public, check_usable=False, run_dir=folder / f"{kind}-{average}", test=public, test_every=25
+            )
             name = f"{kind}.{average}"
             found |= {f"{name}.{k}": full(v).clone() for k, v in made.model.state_dict().items()}
             about[name] = {"history": result.history, "statement": result.statement, "updates": result.updates}
@@ -221,7 +224,9 @@ def round_trips(folder: Path) -> Result:
     for optimizer in (torch.optim.Adam, momentum):
         for writer in kinds():
             run = folder / f"{writer}-{optimizer.__name__}"
-            trainer(writer, steps=3, average=0.9, optimizer=optimizer).fit(private, public, run_dir=run)
+            trainer(writer, steps=3, average=0.9, optimizer=optimizer).fit(
+                private, public, check_usable=False, run_dir=run
+            )
             parts = checkpoint.read(run / "checkpoint.safetensors")
             for reader in kinds():
                 made = trainer(reader, steps=3, average=0.9, optimizer=optimizer)
@@ -280,7 +285,9 @@ def long(folder: Path) -> Result:
     """A run that is there to be killed. Each update leaves a line in a file that survives."""
     kind: Kind = "fsdp" if (folder.parent / "sharded").exists() else "ddp"
     made = long_trainer(kind, folder.parent / "witness", dist.get_rank() == 0)
-    result = made.fit(rows(200, torch.float32), rows(40, torch.float32, seed=2), run_dir=folder, delta=1e-5)
+    result = made.fit(
+        rows(200, torch.float32), rows(40, torch.float32, seed=2), check_usable=False, run_dir=folder, delta=1e-5
+    )
     return {}, {"stopped": result.stopped, "updates": result.updates}
 
 
@@ -291,6 +298,16 @@ def long_trainer(kind: Kind, witness: Path, writes: bool) -> hs.Trainer:
 
     callbacks = [note] if writes else []
     return trainer(kind, steps=300, average="uniform", checkpoint_seconds=0.02, callbacks=callbacks)
+
+
+def _spender(ledger: Path) -> Callable[[StepReport], None]:
+    """Somebody else takes, after the first step, what the plan of this run would need."""
+
+    def spend(report: StepReport) -> None:
+        if dist.get_rank() == 0 and report.step == 1:
+            Ledger.open(ledger).external((1.0, 1e-7), "another use")
+
+    return spend
 
 
 def failures(folder: Path) -> Result:
@@ -305,15 +322,15 @@ def failures(folder: Path) -> Result:
             seen[name] = [type(error).__name__, str(error)]
 
     def fit(made: hs.Trainer, name: str, **options: Any) -> str:
-        return made.fit(private, public, run_dir=folder / name, **options).stopped
+        return made.fit(private, public, run_dir=folder / name, check_usable=False, **options).stopped
 
-    tight = folder / "tight.jsonl"
+    tight, some = folder / "tight.jsonl", folder / "some.jsonl"
     if dist.get_rank() == 0:
         Ledger.open(tight, budget=Budget(epsilon=1e-3, delta=1e-5))
-        Ledger.open(folder / "some.jsonl", budget=Budget(epsilon=0.3, delta=1e-5))
+        Ledger.open(some, budget=Budget(epsilon=1.8, delta=1e-5))
     dist.barrier()
     note("refused", lambda: fit(trainer("plain"), "refused", ledger=tight))
-    note("stopped", lambda: fit(trainer("plain"), "stopped", ledger=folder / "some.jsonl"))
+    note("stopped", lambda: fit(trainer("plain", callbacks=[_spender(some)]), "stopped", ledger=some))
     note("first", lambda: fit(trainer("plain", steps=2), "first"))
     note("changed", lambda: fit(trainer("plain", steps=3), "first"))
     note("differs", lambda: fit(trainer("plain", steps=2 + dist.get_rank()), "differs"))
@@ -333,9 +350,14 @@ def failures(folder: Path) -> Result:
     note("memory", lambda: fit(_with_loss(trainer("plain", public_loss_fn=losses), _memory(last)), "memory"))
     drifting = trainer("plain", callbacks=[drift] if last else [], checkpoint_seconds=0.0)
     note("drift", lambda: fit(drifting, "drift"))
-    note("sizes", lambda: trainer("plain").fit(rows(200 + last, torch.float32), public, run_dir=folder / "sizes"))
+    note(
+        "sizes",
+        lambda: trainer("plain").fit(
+            rows(200 + last, torch.float32), public, check_usable=False, run_dir=folder / "sizes"
+        ),
+    )
     shuffled = tuple(t.flip(0) if last else t for t in rows(200, torch.float32))
-    note("order", lambda: trainer("plain").fit(shuffled, public, run_dir=folder / "order"))
+    note("order", lambda: trainer("plain").fit(shuffled, public, check_usable=False, run_dir=folder / "order"))
     note("arguments", lambda: trainer("plain").fit(
         rows(200, torch.float32), public, run_dir=folder / "arguments", test=public if last else None,
     ))  # fmt: skip
