@@ -203,7 +203,9 @@ class PrivateGradient:
 
         with own_randomness(0, [self._batches.device]), without_dropout(self._model), unchanged_views():
             with torch.no_grad():
-                for p in trainable(self._model):  # gradients past a layer that starts at zero are zero, and would show nothing
+                for p in trainable(
+                    self._model
+                ):  # past a layer that starts at zero, gradients are zero and show nothing
                     if not p.any():
                         p.normal_(std=0.1)
             if isinstance(self._backend, Tunable):
