@@ -162,6 +162,7 @@ def _interrupted(loop: Loopback, scene: Scene) -> dict[str, int]:
     loop.wait_for("the next round", lambda: spent(folder) > rounds_done(folder), 60 + scene.round_seconds)
     loop.kill("link")
     run.kill()
+    run.communicate(timeout=30)  # closes its pipe
     at = {"updates": rounds_done(folder), "spent": spent(folder)}
     loop.say(f"round {at['updates']} done, round {at['spent']} begun; SuperLink killed")
     return at

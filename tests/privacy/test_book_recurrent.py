@@ -27,6 +27,7 @@ from tests.cases import MANY
 
 SHAPES = settings(max_examples=20 * MANY, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+DEAD = 1e-18  # of a parameter without any gradient: what is added for squares that may have been lost
 KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 ROWS, STEPS = 5, 6
 
@@ -75,7 +76,7 @@ def check(model: nn.Module, x: Tensor, loss_fn: Callable[..., Tensor] = loss) ->
     for contribution, each in zip(backend._contributions(x), gradients, strict=True):
         squared = torch.zeros(len(x)) if contribution is None else contribution.norms().squared
         lengths = each.flatten(1).norm(dim=1)
-        assert ((squared.sqrt() - lengths).abs() <= tolerance * lengths + 1e-2 * tolerance * norms).all()
+        assert ((squared.sqrt() - lengths).abs() <= tolerance * lengths + 1e-2 * tolerance * norms + DEAD).all()
     margins = 0.0 if x.dtype == torch.float64 else 2e-3  # a float32 backend aims lower than the oracle in float64
     for clip, allowed in ((1e6, tolerance), (float(norms.median()) or 1.0, tolerance + margins)):
         expected = flatten(oracle.clipped_sum(wide, clip).tensors)
